@@ -1,0 +1,1 @@
+"""What every role shares: messages and their codec, sockets, configuration, page hashes, logs and metrics."""

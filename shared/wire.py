@@ -1,0 +1,297 @@
+"""The sockets between roles: a Hub (ROUTER, bound by the scheduler) and a Link (DEALER, one per gateway or worker).
+
+Frames carry one encoded message, or nothing: an empty frame is a heartbeat. Every incarnation of a Link has an identity with
+a fresh nonce, so a frame of an earlier incarnation can only come from a peer nobody knows any more. Nothing is dropped
+silently: what cannot be sent is reported, by the return value of send and by on_gone or on_lost.
+
+Sockets are polled through their file descriptor on the running asyncio loop; handlers are called from that loop only.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import zmq
+
+from shared.codec import BadFrame, Codec, encode
+from shared.messages import Reset
+
+log = logging.getLogger("quire.wire")
+
+SEND_QUEUE_FRAMES = 100_000  # per peer; a peer this far behind is treated as gone
+RETRY_S = 0.2  # pause between attempts to reach a peer that is not there
+
+
+class HubHandler(Protocol):
+    def on_message(self, peer: str, message: Any) -> None:
+        """A message arrived. The first one of a peer should be its hello; answer anything else with Reset."""
+
+    def on_gone(self, peer: str, reason: str) -> None:
+        """A peer that had sent something is silent, unreachable or too far behind; it is forgotten."""
+
+
+class LinkHandler(Protocol):
+    def hello(self) -> tuple[Any, ...]:
+        """First message of the incarnation that is being opened."""
+
+    def on_message(self, message: Any) -> None: ...
+
+    def on_lost(self, reason: str, fatal: bool) -> None:
+        """The other side is silent or does not know us. Nothing sent so far will be answered; a new incarnation is opened
+        at once, unless fatal."""
+
+
+class _Socket:
+    """A non-blocking ZeroMQ socket on the running loop. The descriptor is edge-triggered: read until empty, also after sends."""
+
+    def __init__(self, kind: int, on_frames: Callable[[list[bytes]], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_frames = on_frames
+        self.zmq: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self.zmq.setsockopt(zmq.LINGER, 200)  # ms: a last Drain or Reset still leaves
+        self.zmq.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        self.zmq.setsockopt(zmq.RCVHWM, 0)
+        self._read_again: asyncio.Handle | None = None
+
+    def listen(self) -> None:
+        self._loop.add_reader(self.zmq.getsockopt(zmq.FD), self._readable)
+        self._schedule_read()
+
+    def _schedule_read(self) -> None:
+        if self._read_again is None:
+            self._read_again = self._loop.call_soon(self._readable)
+
+    def _readable(self) -> None:
+        if self._read_again is not None:
+            self._read_again.cancel()
+            self._read_again = None
+        for frames in self._frames(limit=256):
+            self._on_frames(frames)
+        if not self.zmq.closed and self.zmq.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._schedule_read()
+
+    def _frames(self, limit: int) -> Iterator[list[bytes]]:
+        for _ in range(limit):
+            if self.zmq.closed:
+                return
+            try:
+                yield self.zmq.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def send_frames(self, frames: list[bytes]) -> bool:
+        if self.zmq.closed:
+            return False
+        try:
+            self.zmq.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        self._schedule_read()
+        return True
+
+    def close(self) -> None:
+        if self.zmq.closed:
+            return
+        self._loop.remove_reader(self.zmq.getsockopt(zmq.FD))
+        if self._read_again is not None:
+            self._read_again.cancel()
+        self.zmq.close()
+
+
+class Hub:
+    """The scheduler's end of one link kind. Created inside a running loop; run() keeps it alive until cancelled."""
+
+    def __init__(self, address: str, codec: Codec, handler: HubHandler, *, heartbeat_s: float, silence_s: float) -> None:
+        """Bind address (tcp://host:port, port 0 or * for any free one). OSError when it cannot be bound."""
+        require_loopback(address)
+        self._codec = codec
+        self._handler = handler
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
+        self._seen: dict[str, float] = {}  # peer -> loop time of its last frame
+        self._loop = asyncio.get_running_loop()
+        self._socket = _Socket(zmq.ROUTER, self._on_frames)
+        self._socket.zmq.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._socket.zmq.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise OSError(error.errno, f"cannot bind {address}: {error}") from None
+        self.address: str = self._socket.zmq.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket.listen()
+
+    @property
+    def peers(self) -> list[str]:
+        return list(self._seen)
+
+    def send(self, peer: str, message: tuple[Any, ...]) -> bool:
+        """Queue a message. False: the peer is unknown, unreachable or too far behind; on_gone follows if it was known."""
+        if peer not in self._seen:
+            return False
+        if self._socket.send_frames([peer.encode(), encode(message)]):
+            return True
+        self._loop.call_soon(self._forget, peer, "unreachable or too far behind")
+        return False
+
+    def forget(self, peer: str) -> None:
+        """Stop knowing a peer without on_gone; its next frame makes it a new one."""
+        self._seen.pop(peer, None)
+
+    async def run(self) -> None:
+        """Send heartbeats and notice silence, until cancelled."""
+        woke = self._loop.time()
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            now = self._loop.time()
+            # Time in which this process itself did not run is nobody's silence.
+            stalled_s, woke = now - woke - self._heartbeat_s, now
+            for peer, seen in list(self._seen.items()):
+                if stalled_s > self._heartbeat_s:
+                    self._seen[peer] = seen + stalled_s
+                elif now - seen > self._silence_s:
+                    self._forget(peer, f"silent for {now - seen:.1f} s")
+                    continue
+                if not self._socket.send_frames([peer.encode(), b""]):
+                    self._forget(peer, "unreachable")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _forget(self, peer: str, reason: str) -> None:
+        if self._seen.pop(peer, None) is not None:
+            self._handler.on_gone(peer, reason)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            return
+        try:
+            peer = frames[0].decode("ascii")
+        except UnicodeDecodeError:
+            return
+        if not frames[1]:
+            if peer in self._seen:
+                self._seen[peer] = self._loop.time()
+            else:  # a heartbeat of somebody who never said hello to this process: make it say so
+                self._socket.send_frames([frames[0], encode(Reset("unknown peer", False))])
+            return
+        self._seen[peer] = self._loop.time()
+        try:
+            message = self._codec.decode(frames[1])
+        except BadFrame as error:
+            log.warning("bad frame from a peer", extra={"peer": peer, "reason": str(error)})
+            self.send(peer, Reset(f"bad frame: {error}", False))
+            return
+        self._handler.on_message(peer, message)
+
+
+class Link:
+    """A gateway's or worker's end. Opens a new incarnation whenever the hub is silent or resets us."""
+
+    def __init__(
+        self, address: str, kind_and_name: str, codec: Codec, handler: LinkHandler, *, heartbeat_s: float, silence_s: float
+    ) -> None:
+        """kind_and_name: "g/<name>" or "w/<replica>/<rank>"; the nonce is appended."""
+        self._address = address
+        self._kind_and_name = kind_and_name
+        self._codec = codec
+        self._handler = handler
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._socket: _Socket | None = None
+        self._seen = 0.0  # loop time of the last frame, or of the hello
+        self._said_hello = False
+        self._fatal = False
+
+    def send(self, message: tuple[Any, ...]) -> bool:
+        """Queue a message. False: there is no connection; on_lost has been or will be called."""
+        if self._socket is None or not self._said_hello:
+            return False
+        return self._socket.send_frames([encode(message)])
+
+    async def run(self) -> None:
+        """Connect, say hello, keep heartbeats flowing; returns when the hub refuses us for good."""
+        woke = self._loop.time()
+        try:
+            while not self._fatal:
+                if self._socket is None:
+                    self._open()
+                if not self._said_hello:
+                    await self._say_hello()
+                    woke = self._loop.time()
+                    continue
+                await asyncio.sleep(self._heartbeat_s)
+                now = self._loop.time()
+                # Time in which this process did not run is not the hub's silence (but the hub may have given us up).
+                stalled_s, woke = now - woke - self._heartbeat_s, now
+                if stalled_s > self._heartbeat_s:
+                    self._seen += stalled_s
+                if self._socket is not None and now - self._seen > self._silence_s:
+                    self._lose(f"no answer for {now - self._seen:.1f} s", fatal=False)
+                elif self._socket is not None:
+                    self._socket.send_frames([b""])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._said_hello = False
+
+    def _open(self) -> None:
+        self._socket = _Socket(zmq.DEALER, self._on_frames)
+        self._socket.zmq.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.zmq.setsockopt(zmq.IDENTITY, f"{self._kind_and_name}/{secrets.token_hex(6)}".encode())
+        self._socket.zmq.setsockopt(zmq.RECONNECT_IVL, 50)  # ms
+        self._socket.zmq.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.zmq.connect(self._address)
+        self._socket.listen()
+        self._said_hello = False
+
+    async def _say_hello(self) -> None:
+        assert self._socket is not None
+        if self._socket.send_frames([encode(self._handler.hello())]):
+            self._said_hello = True
+            self._seen = self._loop.time()
+        else:
+            await asyncio.sleep(RETRY_S)
+
+    def _lose(self, reason: str, *, fatal: bool) -> None:
+        self.close()
+        self._fatal = fatal
+        self._handler.on_lost(reason, fatal)
+        if not fatal:
+            self._open()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            return
+        self._seen = self._loop.time()
+        if not frames[0]:
+            return
+        try:
+            message = self._codec.decode(frames[0])
+        except BadFrame as error:
+            log.warning("bad frame from the scheduler", extra={"reason": str(error)})
+            self._lose(f"bad frame: {error}", fatal=False)
+            return
+        match message:
+            case Reset(reason=reason, fatal=fatal):
+                self._lose(reason, fatal=fatal)
+            case _:
+                self._handler.on_message(message)
+
+
+def require_loopback(address: str) -> None:
+    """ValueError unless address is only reachable from this machine: without keys nothing else may be bound."""
+    host = urlsplit(address).hostname
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(f"{address} is not a loopback address: without keys the inner sockets bind loopback only")
