@@ -20,14 +20,14 @@ def f32(values: Iterable[float]) -> bytes:
     return array("f", values).tobytes()
 
 
-def read_i32(column: bytes) -> memoryview:
+def read_i32(column: bytes) -> "memoryview[int]":
     """View an int32 column without copying; indexes, slices, iterates and has tolist()."""
     return memoryview(column).cast("i")
 
 
-def read_i64(column: bytes) -> memoryview:
+def read_i64(column: bytes) -> "memoryview[int]":
     return memoryview(column).cast("q")
 
 
-def read_f32(column: bytes) -> memoryview:
+def read_f32(column: bytes) -> "memoryview[float]":
     return memoryview(column).cast("f")

@@ -1,7 +1,7 @@
 """All settings of all roles: read once from file, environment and flags (later wins), then frozen.
 
-A TOML file (--config, or QUIRE_CONFIG) < environment (QUIRE_MAX_MODEL_LEN=4096) < flags (--max-model-len 4096). Unknown names and
-values of the wrong type are refused with the value. Nothing else in the project reads the environment.
+A TOML file (--config, or QUIRE_CONFIG) < environment (QUIRE_MAX_MODEL_LEN=4096) < flags (--max-model-len 4096). Unknown names
+and values of the wrong type are refused with the value. Nothing else in the project reads the environment.
 """
 
 import argparse
@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+
+FATAL_EXIT = 2  # exit code of a role whose start cannot succeed unless something is changed: nobody should restart it
 
 
 class BadConfig(ValueError):
@@ -86,7 +89,8 @@ def _check(config: Config) -> Config:
         _fail("log_level", config.log_level, "must be debug, info, warning or error")
     if not 0 < config.gpu_memory_utilization <= 1:
         _fail("gpu_memory_utilization", config.gpu_memory_utilization, "must be above 0 and at most 1")
-    for name in ("max_num_seqs", "credits", "tensor_parallel_size", "max_body_bytes", "max_queued_requests", "write_buffer_bytes"):
+    counts = ("max_num_seqs", "credits", "tensor_parallel_size", "max_body_bytes", "max_queued_requests", "write_buffer_bytes")
+    for name in counts:
         if getattr(config, name) < 1:
             _fail(name, getattr(config, name), "must be at least 1")
     for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_bytes", "cpu_threads"):

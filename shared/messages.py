@@ -218,8 +218,8 @@ class StepPlan(NamedTuple):
     score_positions: I32  # indexes into tokens whose next-token distribution is wanted ...
     score_targets: I32  # ... and the id whose log-probability is wanted there
     score_width: int  # alternatives wanted per score position
-    group_counts: I32  # [g, 2] of (number of decode rows, leading pages they share); those rows are neighbours, in order
-                       # from the first decode row; rows after the last group share nothing
+    # Decode rows that share a prefix are neighbours, groups in order from the first decode row; later rows share nothing.
+    group_counts: I32  # [g, 2] of (number of decode rows, leading pages they share)
 
 
 GATEWAY_TO_SCHEDULER = (GatewayHello, Submit, Abort, Drain, Reset)

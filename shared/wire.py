@@ -45,7 +45,7 @@ class LinkHandler(Protocol):
 
 
 class _Socket:
-    """A non-blocking ZeroMQ socket on the running loop. The descriptor is edge-triggered: read until empty, also after sends."""
+    """A non-blocking ZeroMQ socket on the running loop. Its descriptor is edge-triggered: read until empty, after sends too."""
 
     def __init__(self, kind: int, on_frames: Callable[[list[bytes]], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -55,9 +55,15 @@ class _Socket:
         self.zmq.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         self.zmq.setsockopt(zmq.RCVHWM, 0)
         self._read_again: asyncio.Handle | None = None
+        self._descriptor = self._option(zmq.FD)
+
+    def _option(self, option: int) -> int:
+        value = self.zmq.getsockopt(option)
+        assert isinstance(value, int)
+        return value
 
     def listen(self) -> None:
-        self._loop.add_reader(self.zmq.getsockopt(zmq.FD), self._readable)
+        self._loop.add_reader(self._descriptor, self._readable)
         self._schedule_read()
 
     def _schedule_read(self) -> None:
@@ -70,7 +76,7 @@ class _Socket:
             self._read_again = None
         for frames in self._frames(limit=256):
             self._on_frames(frames)
-        if not self.zmq.closed and self.zmq.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not self.zmq.closed and self._option(zmq.EVENTS) & zmq.POLLIN:
             self._schedule_read()
 
     def _frames(self, limit: int) -> Iterator[list[bytes]]:
@@ -99,7 +105,7 @@ class _Socket:
     def close(self) -> None:
         if self.zmq.closed:
             return
-        self._loop.remove_reader(self.zmq.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._descriptor)
         if self._read_again is not None:
             self._read_again.cancel()
         self.zmq.close()

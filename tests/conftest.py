@@ -1,0 +1,25 @@
+"""What all tests share: the embedded model's folder, and GPU tests skipped where there is no GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from shared import model_store
+from shared.config import Config
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # only now: most test processes need no torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as a model folder, converted once per machine; parallel test processes wait for the first."""
+    return model_store.resolve("", Config().cache_dir)
