@@ -7,12 +7,12 @@ and values of the wrong type are refused with the value. Nothing else in the pro
 import argparse
 import dataclasses
 import os
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
-
 
 FATAL_EXIT = 2  # exit code of a role whose start cannot succeed unless something is changed: nobody should restart it
 
@@ -182,14 +182,16 @@ def load(parsed: argparse.Namespace) -> Config:
 
 
 def parse_args(description: str, argv: Sequence[str] | None = None) -> Config:
-    """Settings of one role's process; a bad setting ends it with exit code 2 and one line."""
-    parser = argparse.ArgumentParser(description=description)
+    """Settings of one role's process; a bad setting ends it with FATAL_EXIT and one line."""
+    started = Path(sys.argv[0])
+    role = started.parent.name if started.name == "__main__.py" else started.name  # python -m scheduler: scheduler
+    parser = argparse.ArgumentParser(prog=role, description=description)
     add_flags(parser)
     parsed = parser.parse_args(argv)
     try:
         return load(parsed)
     except BadConfig as error:
-        parser.error(str(error))
+        parser.exit(FATAL_EXIT, f"{role}: error: {error}\n")
 
 
 def to_flags(config: Config) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shared import model_folder
 from shared.model_folder import ModelError
+from shared.process import dies_with_parent
 
 log = logging.getLogger("quire.model")
 
@@ -155,7 +156,15 @@ def _convert(source: Path, made: Path, lock: int) -> None:
     root = Path(__file__).resolve().parents[1]
     command = [sys.executable, "-m", "gpu_worker.convert", str(source), str(made)]
     last = ""
-    with subprocess.Popen(command, cwd=root, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, pass_fds=(lock,)) as child:
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=(lock,),  # the lock is held until the converter ends, whatever becomes of this process
+        preexec_fn=dies_with_parent(),
+    ) as child:
         assert child.stderr is not None
         for line in child.stderr:
             last = line.strip() or last

@@ -1,0 +1,1 @@
+"""Quire: the command and the Python API."""

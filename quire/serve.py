@@ -1,0 +1,190 @@
+"""quire serve: the three roles on this machine, from one command to one address; drained on Ctrl-C."""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from quire import machine
+from quire.supervisor import Role, Supervisor
+from shared import config as settings
+from shared import model_folder, model_store
+from shared.config import FATAL_EXIT, BadConfig, Config
+from shared.model_folder import ModelError
+
+DRAIN_S = 30.0  # how long streams may still run after the first Ctrl-C
+END_S = 5.0  # how long the scheduler and the workers may take to end after that
+POLL_S = 0.25
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("serve", help="serve a model on this machine", description="Serve a model on this machine.")
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
+    settings.add_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Serve until told to stop; returns the exit code. A start that cannot succeed prints one line."""
+    try:
+        config = settings.load(_with_model(parsed))
+        config, folder = _prepare(config)
+        return asyncio.run(_serve(config, folder))
+    except (BadConfig, ModelError) as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return FATAL_EXIT
+    except KeyboardInterrupt:
+        return 130
+
+
+def _with_model(parsed: argparse.Namespace) -> argparse.Namespace:
+    if parsed.model_argument is not None:
+        if parsed.model is not None and parsed.model != parsed.model_argument:
+            raise BadConfig(f"two models are named: {parsed.model_argument!r} and --model {parsed.model!r}")
+        parsed.model = parsed.model_argument
+    return parsed
+
+
+def _prepare(config: Config) -> tuple[Config, Path]:
+    """The settings every role gets: a folder for the model, its name, real ports. What can be refused is refused here."""
+    if reason := machine.why_not_bound(config.host, config.port):
+        raise BadConfig(f"cannot listen on {config.host} port {config.port}: {reason}")
+    if config.tensor_parallel_size > 1:
+        raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: only 1 is built so far")
+    folder = model_store.resolve(config.model, config.cache_dir).resolve()
+    model_folder.check(folder, weights=not config.dummy_weights)
+    port, gateways, workers = machine.free_ports(3)
+    default = Config()
+    return dataclasses.replace(
+        config,
+        model=str(folder),
+        served_model_name=config.served_model_name or model_store.default_name(config.model),
+        port=config.port or port,
+        gateway_link=_own(config.gateway_link, default.gateway_link, gateways),
+        worker_link=_own(config.worker_link, default.worker_link, workers),
+    ), folder
+
+
+def _own(link: str, default: str, port: int) -> str:
+    """A link address that was not chosen by a person gets a free port, so that two servers fit on one machine."""
+    return f"tcp://127.0.0.1:{port}" if link == default else link
+
+
+def make_roles(config: Config) -> list[Role]:
+    """The processes of this machine. They read only their flags: our environment is already in config."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    environment["PYTHONUNBUFFERED"] = "1"
+    root = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+
+    def role(module: str, name: str, **more: str) -> Role:
+        flags = settings.to_flags(dataclasses.replace(config, name=config.name or name))
+        return Role(name, [sys.executable, "-m", module, *flags], environment | more)
+
+    gpus = [] if config.device == "cpu" else machine.gpu_ids()
+    if not gpus and config.device == "cuda":
+        raise BadConfig("device = 'cuda': this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
+    workers = [role("gpu_worker", f"gpu_worker-{gpu}", CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus]
+    workers = workers or [role("gpu_worker", "gpu_worker", CUDA_VISIBLE_DEVICES="")]
+    return [role("scheduler", "scheduler"), *workers, role("gateway", "gateway")]
+
+
+async def _serve(config: Config, folder: Path) -> int:
+    """Run the roles until a signal or a role that cannot be kept alive."""
+    started = time.monotonic()
+    roles = make_roles(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    supervisor = Supervisor(roles, say=_say)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    _say(f"starting {', '.join(role.name for role in roles)}; the model is {config.served_model_name} from {folder}")
+    announcer = asyncio.create_task(_announce(config, folder, supervisor, started))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        ends: list[asyncio.Future[Any]] = [stopped, supervisor.failed, announcer]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if announcer.done():  # it never returns by itself
+            announcer.result()
+        if supervisor.failed.done():
+            print(f"quire: error: {supervisor.failed.result()}", file=sys.stderr)
+            return FATAL_EXIT
+        _say("draining: streams may end, nothing new is accepted; Ctrl-C again ends at once")
+        await supervisor.stop(["gateway"], DRAIN_S)
+        await supervisor.stop([name for name in supervisor.roles if name != "gateway"], END_S)
+        return 0
+    finally:
+        announcer.cancel()
+        stopped.cancel()
+        await supervisor.close()
+
+
+async def _announce(config: Config, folder: Path, supervisor: Supervisor, started: float) -> None:
+    """Watch /ready; print the address when the server first answers, and a line whenever it is ready again."""
+    ready = False
+    while True:
+        was, ready = ready, await _is_ready(config)
+        if ready and not was:
+            if supervisor.was_ready:
+                _say("ready again")
+            else:
+                print(_banner(config, folder, time.monotonic() - started), flush=True)
+            supervisor.mark_ready()
+        elif was and not ready:
+            _say("not ready")
+        await asyncio.sleep(POLL_S if not ready else 4 * POLL_S)
+
+
+async def _is_ready(config: Config) -> bool:
+    try:
+        async with asyncio.timeout(2.0):
+            reader, writer = await asyncio.open_connection(_reachable(config.host), config.port)
+            try:
+                writer.write(b"GET /ready HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n")
+                status = await reader.readline()
+            finally:
+                writer.close()
+        return status.split()[1:2] == [b"200"]
+    except (OSError, TimeoutError):
+        return False
+
+
+def _reachable(host: str) -> str:
+    """An address of this machine for a server that listens on all of them."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def _banner(config: Config, folder: Path, start_s: float) -> str:
+    host = _reachable(config.host)
+    base = f"http://{f'[{host}]' if ':' in host else host}:{config.port}/v1"
+    question = "Tell me the capital of France in one sentence."
+    body: dict[str, object] = {"model": config.served_model_name}
+    if has_chat_template(folder):
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": question}]
+    else:
+        path, body["prompt"] = "completions", "The capital of France is"
+    curl = f"curl {base}/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+    return f"\nReady in {start_s:.1f} s: {base}  model {config.served_model_name}\n\n  {curl}\n\nCtrl-C drains and ends.\n"
+
+
+def has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(model_folder.read_json(path).get("chat_template"))
+
+
+def _say(text: str) -> None:
+    print(f"quire: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,175 @@
+"""Runs the roles of one machine as child processes: output prefixed, restarted when they die, never orphaned."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shared.config import FATAL_EXIT
+from shared.process import dies_with_parent
+
+QUICK_S = 30.0  # a process that lived shorter than this counts as failed at once
+MAX_QUICK = 5  # quick ends in a row before we give up
+MAX_BACKOFF_S = 10.0
+PROGRESS_S = 1.0  # without a terminal, a progress bar is printed this often
+
+
+@dataclass
+class Role:
+    """One process to keep alive. A replica's worker is a role of its own."""
+
+    name: str
+    command: list[str]
+    environment: Mapping[str, str]
+    quick_ends: int = 0
+    process: asyncio.subprocess.Process | None = None
+    last_words: str = ""  # its newest line that says error
+    stopping: bool = False
+    started: float = field(default=0.0)
+
+
+class GaveUp(RuntimeError):
+    """A role that cannot be kept alive; the text is one line for a person."""
+
+
+def next_start(role: Role, code: int, lived_s: float, was_ready: bool) -> float:
+    """Seconds until the role that ended is started again; GaveUp when that is useless. Counts its quick ends.
+
+    Once the server was ready the settings are known to be good, so what looks fatal (a port, memory) may be the remains
+    of the process that just died: it gets the same few tries.
+    """
+    words = role.last_words or f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code == FATAL_EXIT and not was_ready:
+        raise GaveUp(words)
+    role.quick_ends = role.quick_ends + 1 if lived_s < QUICK_S or not was_ready else 1
+    if role.quick_ends >= MAX_QUICK:
+        raise GaveUp(f"{role.name} ended {role.quick_ends} times in a row, last: {words}")
+    return min(MAX_BACKOFF_S, 0.125 * 2.0**role.quick_ends)
+
+
+class Supervisor:
+    """Starts roles and keeps them alive. Everything happens on the running loop, in the main thread."""
+
+    def __init__(self, roles: Iterable[Role], say: Callable[[str], None]) -> None:
+        self.roles = {role.name: role for role in roles}
+        self.was_ready = False
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why we gave up
+        self._say = say
+        self._width = max(len(name) for name in self.roles)
+        self._keepers = [asyncio.create_task(self._keep(role)) for role in self.roles.values()]
+
+    def mark_ready(self) -> None:
+        """The server answers: every role has proved itself, and later ends are counted afresh."""
+        self.was_ready = True
+        for role in self.roles.values():
+            role.quick_ends = 0
+
+    async def stop(self, names: Iterable[str], grace_s: float) -> None:
+        """Ask these roles to drain and wait; what has not ended after grace_s is killed."""
+        stopped = [self.roles[name] for name in names]
+        for role in stopped:
+            role.stopping = True
+            _signal(role, signal.SIGTERM)
+        waits = [asyncio.create_task(role.process.wait()) for role in stopped if role.process is not None]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=grace_s)
+            if late:
+                self._say(f"{len(late)} of {', '.join(role.name for role in stopped)} did not end in {grace_s:.0f} s")
+        for role in stopped:
+            _signal(role, signal.SIGKILL)
+        if waits:
+            await asyncio.wait(waits)
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for role in self.roles.values():
+            role.stopping = True
+            _signal(role, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill what still runs and forget the keepers."""
+        self.kill()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for role in self.roles.values():
+            if role.process is not None:
+                await role.process.wait()
+
+    async def _keep(self, role: Role) -> None:
+        while not role.stopping:
+            code = await self._run_once(role)
+            if role.stopping:
+                return
+            try:
+                delay_s = next_start(role, code, time.monotonic() - role.started, self.was_ready)
+            except GaveUp as error:
+                if not self.failed.done():
+                    self.failed.set_result(str(error))
+                return
+            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            self._say(f"{role.name} ended ({how}), starting it again in {delay_s:.1f} s")
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self, role: Role) -> int:
+        role.started, role.last_words = time.monotonic(), ""
+        role.process = await asyncio.create_subprocess_exec(
+            *role.command,
+            env=role.environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            process_group=0,  # Ctrl-C in the terminal reaches only us: we decide the order in which roles end
+            preexec_fn=dies_with_parent(),
+        )
+        if role.stopping:  # asked to end while it was being started
+            _signal(role, signal.SIGKILL)
+        assert role.process.stdout is not None
+        await self._pass_on(role, role.process.stdout)
+        return await role.process.wait()
+
+    async def _pass_on(self, role: Role, output: asyncio.StreamReader) -> None:
+        """Copy a role's output to our stderr, line by line, its name in front."""
+        lines = Lines(sys.stderr.isatty())
+        while chunk := await output.read(2**16):
+            for line, end in lines.feed(chunk, time.monotonic()):
+                if f"{role.name.split('-')[0]}: error: " in line:
+                    role.last_words = line.strip()
+                    continue  # said once, by whoever reads failed
+                print(f"{role.name:<{self._width}} | {line}", end=end, file=sys.stderr, flush=True)
+
+
+def _signal(role: Role, number: signal.Signals) -> None:
+    if role.process is not None and role.process.returncode is None:
+        role.process.send_signal(number)
+
+
+class Lines:
+    """Cuts output into lines. A progress bar (lines ended by a carriage return) is redrawn in place, or thinned in a log."""
+
+    def __init__(self, terminal: bool) -> None:
+        self._terminal = terminal
+        self._rest = b""
+        self._drawn = float("-inf")  # when a bar was last passed on
+
+    def feed(self, chunk: bytes, now: float) -> list[tuple[str, str]]:
+        """The complete lines so far, each with what to print after it."""
+        *parts, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").splitlines(keepends=True) or [b""]
+        if self._rest.endswith((b"\n", b"\r")):
+            parts.append(self._rest)
+            self._rest = b""
+        out = []
+        for part in parts:
+            line = part[:-1].decode("utf-8", "replace")
+            if not line.strip():
+                continue
+            if part.endswith(b"\n"):
+                out.append((line, "\n"))
+            elif self._terminal:
+                out.append((line, "\x1b[K\r"))
+            elif now - self._drawn >= PROGRESS_S:
+                self._drawn = now
+                out.append((line, "\n"))
+        return out
