@@ -1,0 +1,44 @@
+# What people run. The virtual environment is made on first use, and updated when the lock file changes.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+ARGS ?=
+JOBS ?= 2
+PACKAGES := quire gateway scheduler gpu_worker shared
+INSTALLED := $(VENV)/.installed
+
+.PHONY: serve test lint format bench lock clean
+
+serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="org/name --port 9000"
+	$(BIN)/quire serve $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile tests $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy $(PACKAGES) tests
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# torch comes first and alone, with whatever it needs on this machine (CUDA libraries and its own triton, or neither).
+# The lock file is complete, so nothing else is resolved; triton is added only where torch brought none.
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements.lock
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet triton==3.9.0
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+lock:  ## write the lock file from what is installed now
+	{ echo '# Exact versions of everything but torch and triton (see the Makefile). Made by: make lock'; \
+	  $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude quire; } > requirements.lock
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
