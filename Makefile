@@ -6,6 +6,8 @@ ARGS ?=
 JOBS ?= 2
 PACKAGES := quire gateway scheduler gpu_worker shared
 INSTALLED := $(VENV)/.installed
+# What is imported gets compiled then: compiling all of it now would take longer than the downloads.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 
 .PHONY: serve test lint format bench lock clean
 
@@ -29,10 +31,10 @@ format: $(INSTALLED)
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements.lock
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet triton==3.9.0
-	$(BIN)/python -m pip install --quiet --no-deps -e .
+	$(PIP) torch==2.13.0
+	$(PIP) --no-deps -r requirements.lock
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.9.0
+	$(PIP) --no-deps -e .
 	touch $@
 
 lock:  ## write the lock file from what is installed now
