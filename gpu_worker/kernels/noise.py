@@ -1,14 +1,6 @@
-"""Counter-based noise of the sampler: 32 bits from (seed, position, token), and the Gumbel variable made of them.
+"""Counter-based Gumbel noise of (seed, position, token): integer mixing only, so the torch twin draws the same bits.
 
-Integer mixing only, so the torch twin draws the same bits. `mix32` is lowbias32 of Chris Wellons (2018), a bijection of
-32-bit words. For one row the map token -> bits is a bijection too. All arithmetic is modulo 2^32:
-
-    a    = mix32(position + 0x9E3779B9)
-    k0   = mix32(seed_lo ^ a)
-    k1   = mix32(seed_hi ^ k0)
-    bits = mix32(mix32(token ^ k0) + k1)
-    u    = (float(bits >> 9) + 0.5) * 2^-23      exact in float32, in (0, 1); 24 bits would round up to 1
-    g    = -log(-log(u))                         argmax(logit / temperature + g) is a sample (Gumbel-max)
+The words are defined in ARCHITECTURE.md ("Noise"); mix32 is lowbias32 (Wellons, 2018). All arithmetic is modulo 2^32.
 """
 
 import triton
@@ -25,18 +17,23 @@ def mix32(x):
 
 
 @triton.jit
-def row_keys(seed, position):
-    """seed: i64 scalar (the bits of the u64), position: i32 scalar -> two u32 keys of the row."""
-    seed_lo = (seed & 0xFFFFFFFF).to(tl.uint32)
-    seed_hi = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    a = mix32(position.to(tl.uint32) + 0x9E3779B9)
-    k0 = mix32(seed_lo ^ a)
-    return k0, mix32(seed_hi ^ k0)
+def row_keys(seed_lo, seed_hi, position):
+    """The words of the u64 seed and the position, i32 scalars -> the two u32 keys of a row."""
+    k0 = mix32(seed_lo.to(tl.uint32) ^ mix32(position.to(tl.uint32) + 0x9E3779B9))
+    return k0, mix32(seed_hi.to(tl.uint32) ^ k0)
 
 
 @triton.jit
 def gumbel(k0, k1, token):
     """token: i32 block -> float32 block of Gumbel noise."""
-    bits = mix32(mix32(token.to(tl.uint32) ^ k0) + k1)
-    u = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(u))
+    h = token.to(tl.uint32)
+    h = h ^ (h >> 16) ^ k0
+    h = h * 0x7FEB352D
+    h = h ^ k1
+    h = h ^ (h >> 15)
+    h = h * 0x846CA68B
+    h = h ^ (h >> 16)
+    # u in (0, 1), fine near 0, where the winners are; h >> 1 fits a signed word, whose conversion is one instruction.
+    u = tl.minimum((h >> 1).to(tl.int32).to(tl.float32) * 4.656612873077393e-10 + 1.1641532182693481e-10, 0.99999994039535522)
+    exponential = tl.where(u < 0.0009765625, u + 0.5 * u * u, -tl.log(1.0 - u))
+    return -tl.log(exponential)

@@ -1,0 +1,90 @@
+"""y = x W^T for one row: reads the weights once at memory speed, with the neighbours of the product fused in.
+
+A layer of one decode row is bound by its weights and by the number of dependent launches, so the norm before the product
+and the SiLU or the residual after it ride along. The sum of squares that the norm needs is taken from the same reads of x.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _skinny_linear(
+    x,
+    weight,
+    gain,
+    residual,
+    out,
+    outputs,
+    eps,
+    INPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # Lines of the weight [outputs (twice that with SILU: gates, then ups), INPUTS], contiguous.
+    line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = line < outputs
+    column = tl.arange(0, BLOCK_K)
+    cells = weight + line.to(tl.int64)[:, None] * INPUTS + column[None, :]
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for first in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
+        mask = inside[:, None] & (first + column < INPUTS)[None, :]
+        w = tl.load(cells + first, mask=mask, other=0.0)
+        value = tl.load(x + first + column, mask=first + column < INPUTS, other=0.0).to(tl.float32)
+        if NORM:
+            squares += value * value
+            value *= tl.load(gain + first + column, mask=first + column < INPUTS, other=0.0).to(tl.float32)
+        sums += w.to(tl.float32) * value[None, :]
+        if SILU:
+            up = tl.load(cells + outputs * INPUTS + first, mask=mask, other=0.0)
+            ups += up.to(tl.float32) * value[None, :]
+    y = tl.sum(sums, 1)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
+        y *= scale
+    if SILU:
+        y = y / (1.0 + tl.exp(-y)) * (tl.sum(ups, 1) * scale)
+    if RESIDUAL:
+        y += tl.load(residual + line, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + line, y.to(out.dtype.element_ty), mask=inside)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    block_n: int = 0,
+    block_k: int = 0,
+    warps: int = 4,
+    stages: int = 1,
+) -> Tensor:
+    """x: [1, K] times weight [N, K] -> [1, N], float32 sums.
+
+    gain [K]: x is replaced by its RMS norm with this gain; silu: the weight is [gate: N / 2 | up: N / 2] and the result
+    silu(gate) * up, [1, N / 2]; residual [1, N]: added; out may be the residual.
+    """
+    inputs = x.shape[1]
+    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
+    if out is None:
+        out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    block_k = block_k or min(1024, triton.next_power_of_2(inputs))
+    block_n = block_n or (4 if silu else 8)
+    _skinny_linear[(triton.cdiv(outputs, block_n),)](
+        x, weight, gain if gain is not None else x, residual if residual is not None else x, out, outputs, eps,
+        INPUTS=inputs, BLOCK_N=block_n, BLOCK_K=block_k, NORM=gain is not None, SILU=silu,
+        RESIDUAL=residual is not None, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return out
