@@ -1,0 +1,24 @@
+"""python -m scheduler: one scheduler process."""
+
+import sys
+
+import uvloop
+
+from scheduler.service import serve
+from shared.config import parse_args
+from shared.observe import setup_logging
+
+
+def main() -> int:
+    config = parse_args("The scheduler of a cell: owns pages, queue, placement and step plans.")
+    setup_logging(config)
+    try:
+        uvloop.run(serve(config))
+    except (OSError, ValueError) as error:  # a port in use, an address that is not loopback, a broken key file
+        print(f"scheduler: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

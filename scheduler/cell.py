@@ -1,0 +1,131 @@
+"""The state of one cell: replicas, queue, gateways, counters; and the few moves of a sequence between them."""
+
+import math
+from dataclasses import dataclass, field
+
+from scheduler.counters import Counters
+from scheduler.forecast import OutputLengths
+from scheduler.outbox import Outbox
+from scheduler.replica import Replica
+from scheduler.sequence import Sequence
+from scheduler.waiting import Waiting
+from shared.messages import Finish, Reject
+
+MAX_STRIKES = 3  # in steps with other rows; a step of its own condemns at the second
+RATE_WINDOW_S = 30.0
+
+REASONS = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.ABORT: "abort",
+    Finish.ERROR: "error",
+    Finish.DEADLINE: "deadline",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Cell:
+    page_tokens: int
+    hash_key: bytes
+    epoch: int
+    credits: int
+    max_queued: int
+    step_timeout_s: float
+    replicas: dict[str, Replica] = field(default_factory=dict)  # by name
+    gateways: dict[str, Outbox] = field(default_factory=dict)  # by peer
+    waiting: Waiting = field(default_factory=Waiting)
+    counters: Counters = field(default_factory=Counters)
+    lengths: OutputLengths = field(default_factory=OutputLengths)
+    last_step: int = 0  # steps are numbered through the whole cell, so a stale one matches no plan
+    last_serial: int = 0
+    max_model_len: int = 0  # of the replicas known now, or known last
+    pool_tokens: int = 0
+    starts_per_s: float = 0.0  # sequences that entered a first plan, smoothed
+    last_start: float = 0.0
+
+    @property
+    def placeable(self) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if not replica.draining]
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(replica.running) for replica in self.replicas.values())
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of one sequence; 0 while no worker has ever been here."""
+        return min(self.max_model_len, self.pool_tokens)
+
+    def learn_limits(self) -> None:
+        """Keep the last known limits while there is no replica: a restarting worker comes back as it was."""
+        known = self.placeable
+        if known:
+            best = max(known, key=lambda replica: replica.limit)
+            self.max_model_len, self.pool_tokens = best.max_model_len, best.pool_tokens
+
+    def note_start(self, now: float) -> None:
+        """Exponentially forgotten count of starts, per second."""
+        self.starts_per_s = self.start_rate(now) + 1.0 / RATE_WINDOW_S
+        self.last_start = now
+
+    def start_rate(self, now: float) -> float:
+        return self.starts_per_s * math.exp(-max(now - self.last_start, 0.0) / RATE_WINDOW_S)
+
+    # --- moves of a sequence ------------------------------------------------------------------------------------------
+
+    def detach(self, seq: Sequence) -> None:
+        """Take it from wherever it is."""
+        if seq.replica is not None:
+            seq.replica.release(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def requeue(self, seq: Sequence) -> None:
+        """From a replica back to its old place in the queue, with its tokens."""
+        assert seq.replica is not None
+        seq.replica.release(seq)
+        self.waiting.add(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        self.requeue(seq)
+        seq.preemptions += 1  # after the release, which still counts it by its old class
+        self.counters.preemptions += 1
+
+    def finish(self, seq: Sequence, reason: int) -> None:
+        """The end of a sequence that its gateway is told about."""
+        self.detach(seq)
+        self.drop(seq, reason)
+        seq.outbox.finish(seq.id, reason)
+        if reason in (Finish.STOP, Finish.LENGTH) and seq.max_new:
+            self.lengths.add(seq.num_output)
+
+    def drop(self, seq: Sequence, reason: int) -> None:
+        """Forget a detached sequence."""
+        del seq.outbox.sequences[seq.id]
+        seq.generation += 1
+        self.counters.finished[REASONS[reason]] += 1
+        if reason == Finish.ABORT:
+            self.counters.aborts += 1
+
+    def refuse(self, seq: Sequence, status: int, code: str, text: str, retry_after_s: float = 0.0) -> tuple[str, Reject]:
+        """The end of a waiting sequence of which no token was ever sent."""
+        self.waiting.remove(seq)
+        del seq.outbox.sequences[seq.id]
+        return self.rejection(seq.outbox, Reject(seq.id, status, code, text, "", retry_after_s))
+
+    def rejection(self, outbox: Outbox, reject: Reject) -> tuple[str, Reject]:
+        self.counters.rejected[reject.code] += 1
+        return outbox.peer, reject
+
+    def strike(self, seq: Sequence, was_alone: bool) -> None:
+        """It had a row in a step that failed. Bound no more; the next time it runs by itself, or not at all."""
+        if len(seq.tokens) > seq.struck_len + 256 and not was_alone:
+            seq.strikes = 0  # it has come far since: that failure was not its own
+        seq.strikes += 1
+        seq.struck_len = len(seq.tokens)
+        # The first time only its prefill is tried alone; the second time also the decode steps that follow.
+        seq.alone_until = len(seq.tokens) + (1 if seq.strikes == 1 else 16)
+        if seq.max_new == 0:
+            seq.alone_until = len(seq.tokens) + 1
+        if (was_alone and seq.strikes >= 2) or seq.strikes >= MAX_STRIKES:
+            self.finish(seq, Finish.ERROR)

@@ -1,0 +1,153 @@
+"""Which workers there are: ranks gather into replicas, replicas come, leave and fail."""
+
+import logging
+
+from scheduler.cell import Cell
+from scheduler.commit import Out
+from scheduler.replica import Replica
+from shared.messages import PROTOCOL, Drain, Reset, WorkerHello, WorkerWelcome
+
+log = logging.getLogger("quire.scheduler")
+
+_REGISTRATION_BYTES = 20
+
+
+def _inventory(hello: WorkerHello) -> dict[int, bytes]:
+    column = hello.inventory
+    entries = (column[at : at + _REGISTRATION_BYTES] for at in range(0, len(column), _REGISTRATION_BYTES))
+    return {int.from_bytes(entry[:4], "little", signed=True): entry[4:] for entry in entries}
+
+
+class Workers:
+    """Peers of the worker link. A replica exists while all of its ranks are here."""
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self._hellos: dict[str, WorkerHello] = {}  # by peer: everybody who said hello and was not told to go
+        self._faulted: set[str] = set()  # reported a fault and will say hello again
+        self._model = ""  # of this cell
+        # What was certain about a replica's pages when it was dropped: bounds the inventory it may come back with.
+        self._certain: dict[str, dict[int, bytes]] = {}
+
+    @property
+    def peers(self) -> list[str]:
+        return list(self._hellos)
+
+    def replica_of(self, peer: str) -> Replica | None:
+        hello = self._hellos.get(peer)
+        replica = self._cell.replicas.get(hello.replica) if hello is not None else None
+        return replica if replica is not None and peer in replica.peers else None
+
+    def on_stranger(self, peer: str) -> list[Out]:
+        if peer in self._faulted or peer in self._hellos:  # on its way back, or waiting for its other ranks
+            return []
+        return [(peer, Reset("say hello first", False))]
+
+    def on_hello(self, peer: str, hello: WorkerHello, now: float) -> list[Out]:
+        self._faulted.discard(peer)
+        out: list[Out] = []
+        for other, known in list(self._hellos.items()):  # an earlier incarnation of the same rank
+            if (known.replica, known.rank) == (hello.replica, hello.rank):
+                replica = self.replica_of(other)
+                if replica is not None:
+                    out += self.drop(replica, f"rank {hello.rank} said hello again", gone=other)
+                self._hellos.pop(other, None)
+                if other != peer:
+                    out.append((other, Reset("another worker has this name and rank", False)))
+        problem = self._problem(hello)
+        if problem:
+            log.error("worker refused", extra={"peer": peer, "reason": problem})
+            return [*out, (peer, Reset(problem, True))]
+        self._hellos[peer] = hello
+        self._model = hello.model
+        return out + self._gather(hello.replica, now)
+
+    def _problem(self, hello: WorkerHello) -> str:
+        """Why this worker cannot serve here, with both values; empty when it can."""
+        cell = self._cell
+        name = f"worker {hello.replica}/{hello.rank}"
+        if hello.protocol != PROTOCOL:
+            return f"{name} speaks protocol {hello.protocol}, the scheduler {PROTOCOL}"
+        if hello.page_tokens != cell.page_tokens:
+            return f"{name} has pages of {hello.page_tokens} tokens, the scheduler {cell.page_tokens} (block_size)"
+        in_use = bool(self._hellos) or any(box.sequences for box in cell.gateways.values())
+        if self._model and hello.model != self._model and in_use:
+            return f"{name} serves model {hello.model}, the others {self._model}"
+        if not 0 <= hello.rank < hello.tp:
+            return f"{name}: rank {hello.rank} of {hello.tp}"
+        for field in ("num_pages", "num_slots", "max_batched_tokens", "max_model_len"):
+            least = 2 if field.startswith("num_") else 1
+            if getattr(hello, field) < least:
+                return f"{name}: {field} is {getattr(hello, field)}, must be at least {least}"
+        for known in self._hellos.values():
+            if known.replica == hello.replica and known.tp != hello.tp:
+                return f"{name} is one of {hello.tp} ranks, another rank one of {known.tp}"
+        return ""
+
+    def _gather(self, name: str, now: float) -> list[Out]:
+        """Start the replica when its last rank has come."""
+        ranks = sorted((hello.rank, peer) for peer, hello in self._hellos.items() if hello.replica == name)
+        hellos = [self._hellos[peer] for _, peer in ranks]
+        if len(ranks) < hellos[0].tp:
+            return []
+        cell = self._cell
+        peers = [peer for _, peer in ranks]
+        replica = Replica(hellos, peers, cell.hash_key, cell.credits, now)
+        inventory = _inventory(hellos[0])
+        for hello in hellos[1:]:
+            held = _inventory(hello)
+            inventory = {page: page_hash for page, page_hash in inventory.items() if held.get(page) == page_hash}
+        certain = self._certain.pop(name, None)
+        if certain is not None:
+            inventory = {page: page_hash for page, page_hash in inventory.items() if certain.get(page) == page_hash}
+        replica.pool.restore(inventory.items())
+        cell.replicas[name] = replica
+        cell.learn_limits()
+        pages, cached = replica.pool.usable, len(replica.pool.cached)
+        log.info("replica ready", extra={"replica": name, "pages": pages, "cached": cached, "slots": replica.num_slots})
+        return [(peer, WorkerWelcome(cell.epoch, cell.credits)) for peer in peers]
+
+    def on_gone(self, peer: str, reason: str) -> list[Out]:
+        self._faulted.discard(peer)
+        replica = self.replica_of(peer)
+        out = self.drop(replica, reason, gone=peer) if replica is not None else []
+        self._hellos.pop(peer, None)
+        return out
+
+    def drop(self, replica: Replica, reason: str, *, step: int = 0, gone: str = "", faulted: str = "") -> list[Out]:
+        """Forget all state of a replica. Its sequences go back to their places in the queue; those with a row in the
+        failing step (step, else the oldest in flight) get a strike. gone: that peer needs no Reset; faulted: says hello itself.
+        """
+        cell = self._cell
+        cell.counters.failovers += 1
+        self._certain[replica.name] = replica.acknowledged()
+        failing = [flight for flight in replica.in_flight if flight.step == step] or list(replica.in_flight)[:1]
+        struck = failing[0].live if failing else []
+        was_alone = replica.alone is not None
+        log.warning(
+            "replica dropped",
+            extra={"replica": replica.name, "reason": reason, "sequences": len(replica.running), "struck": len(struck)},
+        )
+        for seq in list(replica.running):
+            cell.requeue(seq)
+        for seq in struck:
+            cell.strike(seq, was_alone)
+        del cell.replicas[replica.name]
+        cell.learn_limits()
+        out: list[Out] = []
+        for peer in replica.peers:
+            self._hellos.pop(peer, None)
+            if peer == faulted:
+                self._faulted.add(peer)
+            elif peer != gone:
+                out.append((peer, Reset(reason, False)))
+        return out
+
+    def drain(self, replica: Replica, reason: str) -> list[Out]:
+        """It is about to leave: its sequences move at once. The answer tells it that no plan follows those it has."""
+        log.info("replica draining", extra={"replica": replica.name, "reason": reason, "sequences": len(replica.running)})
+        replica.draining = True
+        for seq in list(replica.running):
+            self._cell.requeue(seq)
+        self._cell.learn_limits()
+        return [(peer, Drain(reason)) for peer in replica.peers]
