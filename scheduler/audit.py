@@ -30,7 +30,7 @@ def violations(replica: Replica) -> list[str]:
     wrong = [page for page in range(pool.num_pages) if pool.refs[page] != owners.get(page, 0)]
     if wrong:
         found.append(f"refcounts differ from owners: pages {wrong[:8]}")
-    states = Counter(pool.free) + Counter(pool.cached) + Counter(owners.keys())
+    states = Counter([*pool.free, *pool.cached, *owners])
     wrong = [page for page in range(pool.num_pages) if states.get(page, 0) != (page > 0)]
     if wrong or len(states) != pool.usable:
         found.append(f"not exactly one of free, cached, held: pages {wrong[:8]}")
@@ -38,7 +38,7 @@ def violations(replica: Replica) -> list[str]:
         found.append("index: a page and its hash disagree")
     if any(page in index.hash_of for page in pool.free) or any(page not in index.hash_of for page in pool.cached):
         found.append("index: a free page is indexed, or a cached page is not")
-    slots = Counter(replica.slots) + Counter(seq.slot for seq in replica.running)
+    slots = Counter([*replica.slots, *(seq.slot for seq in replica.running)])
     if any(slots.get(slot, 0) != 1 for slot in range(1, replica.num_slots + 1)):
         found.append("a slot is not exactly one of free, taken")
     guaranteed = sum(seq.worst_pages - len(seq.pages) for seq in replica.running if seq.guaranteed)

@@ -4,9 +4,9 @@ free: no owner, content meaningless   cached: no owner, content indexed, least r
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from scheduler.prefix_index import PrefixIndex
+from scheduler.prefix_index import UNKNOWN, PrefixIndex
 
 
 class PagePool:
@@ -65,12 +65,15 @@ class PagePool:
         refs = self.refs
         return sum(1 for page in pages if refs[page] == 0)
 
-    def restore(self, inventory: Iterable[tuple[int, bytes]]) -> None:
-        """Index the pages a worker still holds. The pool must be unused; entries that cannot be right are left out."""
+    def restore(self, inventory: Iterable[tuple[int, bytes]], trusted: Callable[[int, bytes], bool]) -> None:
+        """Index the pages a worker still holds. The pool must be unused. What is not believed the worker must forget."""
+        self.index.news = {}
         for page, page_hash in inventory:
-            known = page in self.index.hash_of or page_hash in self.index.page_of
-            if 0 < page < self.num_pages and any(page_hash) and not known:
-                self.index.add(page, page_hash)
+            if not 0 < page < self.num_pages:
+                continue
+            if any(page_hash) and page not in self.index.hash_of and page_hash not in self.index.page_of and trusted(page, page_hash):
+                self.index.restore(page, page_hash)
                 self.cached[page] = None
-        self.index.news = {}  # the worker knows
+            elif page not in self.index.hash_of:
+                self.index.news[page] = UNKNOWN
         self.free = [page for page in range(self.num_pages - 1, 0, -1) if page not in self.cached]

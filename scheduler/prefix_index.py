@@ -25,6 +25,11 @@ class PrefixIndex:
         self.hash_of[page] = page_hash
         self.news[page] = page_hash
 
+    def restore(self, page: int, page_hash: bytes) -> None:
+        """A page the worker itself reported: nothing has to be told."""
+        self.page_of[page_hash] = page
+        self.hash_of[page] = page_hash
+
     def forget(self, page: int) -> None:
         """The page gets another content; the worker's inventory must lose it before it is written."""
         del self.page_of[self.hash_of.pop(page)]

@@ -93,14 +93,14 @@ class Workers:
         cell = self._cell
         peers = [peer for _, peer in ranks]
         replica = Replica(hellos, peers, cell.hash_key, cell.credits, now)
-        inventory = _inventory(hellos[0])
-        for hello in hellos[1:]:
-            held = _inventory(hello)
-            inventory = {page: page_hash for page, page_hash in inventory.items() if held.get(page) == page_hash}
+        inventories = [_inventory(hello) for hello in hellos]
         certain = self._certain.pop(name, None)
-        if certain is not None:
-            inventory = {page: page_hash for page, page_hash in inventory.items() if certain.get(page) == page_hash}
-        replica.pool.restore(inventory.items())
+
+        def trusted(page: int, page_hash: bytes) -> bool:
+            on_all = all(inventory.get(page) == page_hash for inventory in inventories)
+            return on_all and (certain is None or certain.get(page) == page_hash)
+
+        replica.pool.restore([entry for inventory in inventories for entry in inventory.items()], trusted)
         cell.replicas[name] = replica
         cell.learn_limits()
         pages, cached = replica.pool.usable, len(replica.pool.cached)
