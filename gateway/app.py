@@ -1,0 +1,126 @@
+"""The aiohttp application: routes, one error shape, request ids, request counts; and serving it until told to stop."""
+
+import asyncio
+import gc
+import logging
+import secrets
+import signal
+import time
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from gateway.errors import ApiError
+from gateway.handlers import CONFIG, ROUTES, SESSION, json_response
+from gateway.served_model import ServedModel
+from gateway.session import Session
+from shared.config import Config
+
+log = logging.getLogger("quire.gateway")
+
+REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT_ID_CHARS = 128  # of a client's own request id, which is echoed
+
+
+def create_app(session: Session, config: Config) -> web.Application:
+    """The HTTP side of a session that its owner has entered."""
+    app = web.Application(middlewares=[frame], client_max_size=config.max_body_bytes)
+    app[CONFIG] = config
+    app[SESSION] = session
+    app.add_routes(ROUTES)
+    app.on_response_prepare.append(_add_headers)
+    gauge = session.metrics.gauge
+    gauge("live_sequences", "Choices being computed or waiting", lambda: session.service.num_live)
+    gauge("running_requests", "Requests under way", lambda: len(session.runs))
+    gauge("connected", "1 while the scheduler is reachable", lambda: float(session.service.welcome is not None))
+    gauge("resubmitted_sequences", "Sequences continued after a loss, since start", lambda: session.service.num_resubmitted)
+    return app
+
+
+@web.middleware
+async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Around every request: its id, its error shape, its count, its log line."""
+    request[REQUEST_ID] = f"req-{secrets.token_hex(12)}"
+    started = time.monotonic()
+    status = 499  # the client left
+    try:
+        response = await _answer(request, handler)
+        status = response.status
+        return response
+    finally:
+        route = request.match_info.route.resource
+        name = route.canonical if route is not None else "none"
+        request.app[SESSION].metrics.requests[name, str(status)] += 1
+        took_ms = round(1000 * (time.monotonic() - started), 1)
+        log.info("request", extra={"id": request[REQUEST_ID], "route": name, "status": status, "ms": took_ms})
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        text = {
+            404: f"There is no route {request.method} {request.path[:200]}",
+            405: f"{request.path[:200]} does not answer {request.method}",
+        }.get(error.status, error.reason)
+        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status, "http_error")
+        response = error_response(ApiError(error.status, text, code=code))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except (asyncio.CancelledError, ConnectionResetError):
+        raise
+    except Exception:
+        log.exception("a request failed", extra={"id": request[REQUEST_ID]})
+        return error_response(ApiError(500, "Internal error; see the log for this request id", code="internal_error"))
+
+
+def error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s > 0 else None
+    return json_response(error.body(), error.status, headers)
+
+
+async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    theirs = request.headers.get("X-Client-Request-Id") or request.headers.get("X-Request-Id")
+    if theirs and theirs.isascii() and theirs.isprintable():
+        response.headers["X-Client-Request-Id"] = theirs[:CLIENT_ID_CHARS]
+
+
+async def serve(config: Config, model: ServedModel) -> None:
+    """Serve until SIGTERM or SIGINT, then take nothing new and let streams end; a second signal ends them."""
+    async with Session(config, model) as session:
+        # Cancelled handlers are how a client that left ends its sequences.
+        runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, config.host, config.port)
+            await site.start()
+            port = runner.addresses[0][1]
+            log.info("listening", extra={"url": f"http://{config.host}:{port}", "model": model.name})
+            gc.collect()
+            gc.freeze()  # what start-up made stays; later collections need not look at it
+            await _until_stopped(session, site)
+        finally:
+            await runner.cleanup()
+
+
+async def _until_stopped(session: Session, site: web.TCPSite) -> None:
+    loop = asyncio.get_running_loop()
+    signals = asyncio.Queue[signal.Signals]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    await signals.get()
+    session.draining = "this gateway stops"
+    log.info("draining", extra={"running": len(session.runs)})
+    await site.stop()
+    idle = asyncio.create_task(session.wait_idle())
+    again = asyncio.create_task(signals.get())
+    await asyncio.wait({idle, again}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (idle, again):
+        task.cancel()
+    log.info("stopping", extra={"running": len(session.runs)})

@@ -1,0 +1,169 @@
+"""The routes: each reads a request, asks the session, and answers. Errors leave as ApiError; app.py gives them their shape."""
+
+import asyncio
+import importlib.metadata
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from gateway import json_body, openai
+from gateway.errors import ApiError, BadRequest
+from gateway.limits import Limits
+from gateway.replies import Reply, dump
+from gateway.request import ValidRequest
+from gateway.session import Prepared, Session
+from gateway.sse import EventWriter, StreamReply
+from shared.config import Config
+
+BODY_S = 60.0  # seconds a client may take to send its body
+CONFIG = web.AppKey("config", Config)
+SESSION = web.AppKey("session", Session)
+STARTED = int(time.time())
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=dump(value).encode(), status=status, content_type="application/json", headers=headers)
+
+
+async def read_body(request: web.Request) -> dict[str, Any]:
+    """The JSON object a client sent. Its length is refused before it is read where it is declared."""
+    limit = request.app[CONFIG].max_body_bytes
+    length = request.content_length
+    if length is not None and length > limit:
+        raise body_too_large(limit, f"{length}")
+    kind = request.content_type if "Content-Type" in request.headers else "application/json"
+    if kind != "application/json" and not kind.endswith("+json"):
+        text = f"Content-Type must be application/json, got {kind[:100]}"
+        raise ApiError(415, text, code="unsupported_media_type")
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise body_too_large(limit, f"more than {limit}") from None
+    except TimeoutError:
+        raise ApiError(408, f"The body did not arrive within {BODY_S:g} s", code="body_timeout") from None
+    return json_body.decode(raw, request.app[SESSION].limits.max_depth)
+
+
+def body_too_large(limit: int, size: str) -> ApiError:
+    return ApiError(413, f"The body has {size} bytes, limit {limit}", code="body_too_large")
+
+
+def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefix: str) -> Handler:
+    """The handler of one generation API."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        session = request.app[SESSION]
+        valid = parse(await read_body(request), session.limits)
+        prepared = await session.prepare(valid)
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        reply = Reply(valid, session.model.tokenizer, session.model.name, request_id, int(time.time()))
+        if valid.stream:
+            return await stream(request, prepared, reply)
+        async with session.open(prepared) as run:
+            await run.wait()
+        return json_response(reply.whole(run))
+
+    return handle
+
+
+async def stream(request: web.Request, prepared: Prepared, reply: Reply) -> web.StreamResponse:
+    """Answer as events. Refusals that come before the first token still have their own status."""
+    session, config = request.app[SESSION], request.app[CONFIG]
+    writer = EventWriter(request, limit_bytes=config.write_buffer_bytes, comment_s=config.sse_comment_s)
+    listener = StreamReply(reply, writer)
+    try:
+        async with session.open(prepared, listener) as run:
+            listener.run = run
+            try:
+                await asyncio.wait_for(run.begun.wait(), config.sse_comment_s)
+            except TimeoutError:
+                writer.comment()
+            if run.failure is not None:
+                raise run.failure
+            response = await writer.open()
+            await run.done.wait()
+        listener.finish(run)
+        await writer.close()
+        return response
+    finally:
+        writer.stop()
+        if writer.dropped:
+            session.metrics.slow_readers += 1
+
+
+async def models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": [_model(request.app[SESSION])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    session = request.app[SESSION]
+    openai.check_model(request.match_info["name"] or "?", session.limits)
+    return json_response(_model(session))
+
+
+def _model(session: Session) -> dict[str, Any]:
+    name = session.model.name
+    length = session.service.max_len or None
+    return {"id": name, "object": "model", "created": STARTED, "owned_by": "quire", "root": name, "max_model_len": length}
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    session = request.app[SESSION]
+    valid, strings = openai.parse_tokenize(await read_body(request), session.limits)
+    if valid.messages is not None and not session.limits.has_chat_template:
+        raise BadRequest("This model has no chat template", "messages", "no_chat_template")
+    source = await session.render(valid) if valid.messages is not None else (valid.prompts or [""])[0]
+    tokenizer = session.model.tokenizer
+    ids = await tokenizer.encode_async(source, valid.add_special_tokens) if isinstance(source, str) else source
+    names = [tokenizer.printed(token) for token in ids] if strings else None
+    return json_response({"count": len(ids), "max_model_len": session.service.max_len, "tokens": ids, "token_strs": names})
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    session = request.app[SESSION]
+    ids = openai.parse_detokenize(await read_body(request), session.limits)
+    return json_response({"prompt": await session.model.tokenizer.decode_async(ids)})
+
+
+async def health(request: web.Request) -> web.Response:
+    """This process runs. Says nothing of the scheduler: restarting a gateway does not cure that."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Requests can be computed now; 503 with the reason if not."""
+    session = request.app[SESSION]
+    session.check_available()
+    return json_response({"status": "ready", "max_model_len": session.service.max_len})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    text = request.app[SESSION].metrics.render()
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def version(request: web.Request) -> web.Response:
+    try:
+        number = importlib.metadata.version("quire")
+    except importlib.metadata.PackageNotFoundError:
+        number = "source"
+    return json_response({"version": number})
+
+
+ROUTES = (
+    web.post("/v1/chat/completions", generation(openai.parse_chat, "chatcmpl")),
+    web.post("/v1/completions", generation(openai.parse_completion, "cmpl")),
+    web.get("/v1/models", models),
+    web.get("/v1/models/{name:.*}", model),
+    web.post("/tokenize", tokenize),
+    web.post("/detokenize", detokenize),
+    web.get("/health", health),
+    web.get("/ready", ready),
+    web.get("/metrics", metrics),
+    web.get("/version", version),
+)

@@ -1,0 +1,76 @@
+"""Request bytes to a JSON object that is safe to walk: real UTF-8, finite numbers, bounded nesting, no name twice.
+
+Bad bytes are decoded to lone surrogates first, so that one walk finds them and names the field they stand in.
+"""
+
+import json
+from typing import Any, NoReturn
+
+from gateway.errors import BadRequest
+
+
+def _constant(name: str) -> NoReturn:
+    raise BadRequest(f"{name} is not a JSON number", code="invalid_json")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                shown = name.encode("utf-8", "replace").decode()[:100]
+                raise BadRequest(f"The name {shown!r} occurs twice in one object", shown, "invalid_json")
+            seen.add(name)
+    return found
+
+
+def _check_text(text: str, path: str) -> None:
+    if text.isascii():
+        if "\0" in text:
+            raise BadRequest(f"{path} contains a NUL character", path, "invalid_text")
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"{path} is not valid Unicode: bad UTF-8 or a lone surrogate at character {error.start}", path, "invalid_text"
+        ) from None
+    if "\0" in text:
+        raise BadRequest(f"{path} contains a NUL character", path, "invalid_text")
+
+
+def check(value: Any, max_depth: int) -> None:
+    """Walk every container once. BadRequest names the field that nests too deep or holds text that is none."""
+    todo: list[tuple[Any, str, int]] = [(value, "", 1)]
+    while todo:
+        item, path, depth = todo.pop()
+        if type(item) is str:
+            _check_text(item, path)
+        elif type(item) in (list, dict):
+            if depth > max_depth:
+                raise BadRequest(f"The body nests deeper than {max_depth} levels", path[:200], "nesting_too_deep")
+            if type(item) is dict:
+                for name, inner in item.items():
+                    shown = name.encode("utf-8", "replace").decode()
+                    _check_text(name, shown)
+                    if type(inner) in (str, list, dict):
+                        todo.append((inner, f"{path}.{shown}" if path else shown, depth + 1))
+            elif not set(map(type, item)) <= {int, float, bool}:
+                todo.extend((inner, f"{path}[{at}]", depth + 1) for at, inner in enumerate(item))
+
+
+def decode(raw: bytes, max_depth: int) -> dict[str, Any]:
+    """Parse a request body; BadRequest when it is not one JSON object that passes check()."""
+    try:
+        value = json.loads(raw.decode("utf-8", "surrogateescape"), parse_constant=_constant, object_pairs_hook=_object)
+    except RecursionError:
+        raise BadRequest(f"The body nests deeper than {max_depth} levels", code="nesting_too_deep") from None
+    except ValueError as error:
+        raise BadRequest(
+            f"The body is not valid JSON: {error}".encode(errors="replace").decode(), code="invalid_json"
+        ) from None
+    if type(value) is not dict:
+        raise BadRequest("The body must be a JSON object", code="invalid_json")
+    check(value, max_depth)
+    return value
