@@ -65,8 +65,9 @@ def check_decode(
     soft_cap: float = 0.0,
     target: int = 64,
     seed: int = 0,
+    spare_pages: int = 7,
 ) -> None:
-    case = paged(lengths, kv_heads, head, page, dtype, device, groups, seed=seed)
+    case = paged(lengths, kv_heads, head, page, dtype, device, groups, spare_pages, seed)
     # Queries with the row stride of a qkv product.
     wide = torch.randn((len(lengths), (q_heads + 2 * kv_heads) * head), device=device).to(dtype)
     q = wide[:, : q_heads * head].unflatten(1, (q_heads, head))
@@ -89,10 +90,11 @@ def check_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     seed: int = 0,
+    spare_pages: int = 7,
     **options: int,
 ) -> None:
     """rows: (cached prefix, new tokens). The new tokens' cells in the cache stay NaN: they come from k_new and v_new."""
-    case = paged([prefix for prefix, _ in rows], kv_heads, head, page, dtype, device, seed=seed)
+    case = paged([prefix for prefix, _ in rows], kv_heads, head, page, dtype, device, None, spare_pages, seed)
     case.row_slots = torch.arange(len(rows) + 2, 2, -1, dtype=torch.int32, device=device)
     new = [count for _, count in rows]
     starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32, device=device)

@@ -24,8 +24,8 @@ def _logprobs(logits, rows, targets, chosen, top_ids, top_values, vocabulary, lo
     largest = tl.max(highest, 0)
     norm = largest + tl.log(tl.sum(total * tl.exp(highest - largest), 0))
     target = tl.load(targets + row)
-    x = tl.load(line + tl.maximum(target, 0)).to(tl.float32)
-    tl.store(chosen + row, tl.where(target >= 0, x - norm, float("nan")))
+    target_logit = tl.load(line + tl.maximum(target, 0)).to(tl.float32)
+    tl.store(chosen + row, tl.where(target >= 0, target_logit - norm, float("nan")))
 
     last_value = float("inf")
     last_id = -1
