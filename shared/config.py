@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FATAL_EXIT = 2  # exit code of a role whose start cannot succeed unless something is changed: nobody should restart it
 
 
@@ -57,6 +59,7 @@ class Config:
     # Links between the roles
     gateway_link: str = _setting("tcp://127.0.0.1:5711", "where the scheduler binds for gateways, and gateways connect")
     worker_link: str = _setting("tcp://127.0.0.1:5712", "where the scheduler binds for workers, and workers connect")
+    curve_dir: str = _setting("", "folder of key files (quire keys DIR); empty: no encryption, and only loopback addresses")
     name: str = _setting("", "name of this gateway or replica; empty: host name and process id")
     heartbeat_s: float = _setting(0.5, "seconds between heartbeats on every link")
     silence_s: float = _setting(5.0, "seconds without a frame after which the other side counts as gone")
@@ -70,7 +73,8 @@ class Config:
     # Operation
     log_level: str = _setting("info", "debug, info, warning or error")
     log_json: bool = _setting(False, "one JSON object per log line instead of text")
-    metrics_port: int = _setting(0, "port of /metrics of a scheduler or worker, on loopback; 0: none")
+    metrics_port: int = _setting(0, "port of /metrics of a scheduler or worker; 0: none")
+    metrics_host: str = _setting("127.0.0.1", "address that /metrics of a scheduler or worker listens on")
 
 
 def _fail(name: str, value: object, why: str) -> NoReturn:
@@ -102,6 +106,10 @@ def _check(config: Config) -> Config:
     for name in ("port", "metrics_port"):
         if not 0 <= getattr(config, name) <= 65535:
             _fail(name, getattr(config, name), "must be between 0 and 65535")
+    for name in ("gateway_link", "worker_link"):
+        link = getattr(config, name)
+        if not config.curve_dir and urlsplit(link).hostname not in LOOPBACK:
+            _fail(name, link, "only loopback addresses may be used without keys (curve_dir)")
     if config.silence_s < 2 * config.heartbeat_s:
         _fail("silence_s", config.silence_s, f"must be at least twice heartbeat_s = {config.heartbeat_s}")
     return config

@@ -46,7 +46,7 @@ def setup_logging(config: Config) -> None:
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
 
 
-def serve_metrics(registry: CollectorRegistry, port: int) -> None:
-    """Serve /metrics of a scheduler or worker on loopback from a thread of its own; port 0: not at all."""
+def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> None:
+    """Serve /metrics of a scheduler or worker from a thread of its own; port 0: not at all."""
     if port:
-        start_http_server(port, addr="127.0.0.1", registry=registry)
+        start_http_server(port, addr=host, registry=registry)
