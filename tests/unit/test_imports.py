@@ -25,10 +25,11 @@ OWNERS = {
     "tokenizers": ("gateway", "quire", "gpu_worker/convert.py"),
     "jinja2": ("gateway", "quire"),
     "openai": (),
-    "zmq": ("shared/wire.py",),
+    "zmq": ("shared/wire.py", "shared/keys.py"),
     "msgpack": ("shared/codec.py",),
     "huggingface_hub": ("shared/model_store.py",),
 }
+DYNAMIC = ("importlib.import_module", "import_module", "__import__")
 # Our package -> those of ours that it may import.
 ALLOWED = {
     "shared": {"shared"},
@@ -46,13 +47,8 @@ def imports_of(source: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.lineno, "." if node.level else (node.module or "")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "importlib.import_module",
-            "import_module",
-            "__import__",
-        ):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield node.lineno, str(node.args[0].value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in DYNAMIC and isinstance(node.args[0], ast.Constant):
+            yield node.lineno, str(node.args[0].value)
 
 
 def faults(path: str, source: str) -> list[str]:
