@@ -16,7 +16,7 @@ from gateway.app import create_app
 from gateway.served_model import ServedModel
 from gateway.session import Session
 from shared.config import Config
-from tests.integration.stub_scheduler import StubScheduler
+from tests.integration.stub_scheduler import Play, StubScheduler
 
 
 @dataclass
@@ -107,9 +107,13 @@ class Bench:
 
     async def until_idle(self, timeout_s: float = 2.0) -> None:
         """Until no sequence is left at either end."""
-        async with asyncio.timeout(timeout_s):
-            while self.session.service.num_live or self.session.runs or self.stub.running:
-                await asyncio.sleep(0.01)
+        until = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            left = (self.session.service.num_live, len(self.session.runs), list(self.stub.running))
+            if not any(left):
+                return
+            assert asyncio.get_running_loop().time() < until, left
+            await asyncio.sleep(0.01)
 
 
 def parse_events(text: str) -> list[Any]:
@@ -157,10 +161,8 @@ async def running(folder: Path, canary: str = "ok", **settings: Any) -> AsyncIte
 
 async def check_after(bench: Bench, canary: str) -> None:
     bench.stub.plays.clear()
-    bench.stub.script = lambda submit, sampling: play
-    from tests.integration.stub_scheduler import Play
-
     play = Play(bench.ids(canary))
+    bench.stub.script = lambda submit, sampling: play
     await bench.session.wait_ready(5)
     answer = await bench.complete("canary", max_tokens=8)
     assert answer.status == 200 and answer.text() == canary, answer.body

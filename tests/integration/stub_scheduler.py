@@ -1,4 +1,4 @@
-"""A scheduler that plays scripted tokens over the real Hub: it keeps the contract of ARCHITECTURE.md, or breaks it when told to.
+"""A scheduler that plays scripted tokens over the real Hub. It keeps the contract of ARCHITECTURE.md, or breaks it when told.
 
 What a sequence says depends only on the script and on how many output tokens it already has, so a resumed sequence goes on
 where it was, as with a real scheduler.
@@ -28,7 +28,7 @@ from shared.messages import (
     Submit,
     Tokens,
 )
-from shared.sampling import Edit, Sampling, unpack_edits
+from shared.sampling import Sampling, unpack_edits
 from shared.wire import Hub
 
 Top = list[tuple[int, float]]
@@ -255,6 +255,3 @@ def _scores(sequence_id: int, known: list[int], num_prompt: int, sampling: Sampl
     top_ids, top_logprobs = _columns(rows, sampling.score_width, play)
     logprobs = columns.f32([-float(at) for at in range(1, rows + 1)])
     return PromptScores(sequence_id, 1, logprobs, sampling.score_width, top_ids, top_logprobs)
-
-
-__all__ = ["READY", "Edit", "Play", "StubScheduler"]
