@@ -1,0 +1,141 @@
+"""The layout of integer weights that the kernels read: planes of 32 columns, so that unpacking moves nothing between threads.
+
+A block is 32 * P columns, P = 16 / bits. words[b, n, i] is 16 bits that hold, from the low bits up, the codes of row n and the
+columns b * 32 * P + j * 32 + i for j = 0 .. P - 1. A tile of rows of one block is one contiguous piece of memory; one shift and
+one mask give plane j, 32 neighbouring columns that share a scale, in the place where the word already is.
+
+Columns are sorted by group, and every group's run is filled up to whole planes with columns of weight 0; `columns` says which
+input each one multiplies (None: they are the inputs in order, perhaps with zeros after the last).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_worker.quant.weights import IntWeight
+
+PLANE = 32
+
+
+@dataclass(frozen=True)
+class PackedInts:
+    bits: int
+    in_features: int
+    words: Tensor  # i16[blocks, N, 32]
+    scales: Tensor  # [G, N], the checkpoint's dtype; group of column c is c // group
+    zeros: Tensor | None  # u8[G, N]; None: 2^(bits - 1)
+    group: int  # columns per scale, a multiple of 32
+    columns: Tensor | None  # i32[blocks * 32 * P]: the input of each column
+
+    @property
+    def num_rows(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def num_columns(self) -> int:
+        return self.words.shape[0] * PLANE * (16 // self.bits)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.words, self.scales, self.zeros, self.columns)
+        return sum(each.nbytes for each in tensors if each is not None)
+
+    def to(self, device: torch.device) -> "PackedInts":
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        words, scales = self.words.to(device), self.scales.to(device)
+        return PackedInts(self.bits, self.in_features, words, scales, move(self.zeros), self.group, move(self.columns))
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, num_columns or in_features], in the order of the columns."""
+        return x if self.columns is None else x.index_select(1, self.columns)
+
+    def codes(self, start: int, stop: int) -> Tensor:
+        """u8[stop - start, num_columns]: rows start to stop, unpacked."""
+        words = self.words[:, start:stop]
+        mask = 2**self.bits - 1
+        planes = [(words >> shift) & mask for shift in range(0, 16, self.bits)]
+        return torch.stack(planes, 2).transpose(0, 1).reshape(stop - start, -1).to(torch.uint8)
+
+    def dequantize(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[stop - start, num_columns]: rows start to stop, exact products rounded once."""
+        codes = self.codes(start, stop).float().view(stop - start, -1, PLANE)  # [rows, planes, 32]
+        per_plane = torch.arange(codes.shape[1], device=codes.device) * PLANE // self.group
+        scales = self.scales[:, start:stop].t().float()[:, per_plane, None]
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, start:stop].t().float()[:, per_plane, None]
+        return (scales * (codes - zeros)).flatten(1).to(dtype)
+
+
+def pack(weight: IntWeight) -> PackedInts:
+    """Sort, fill up and pack a whole weight."""
+    k = weight.shape[1]
+    span = PLANE * (16 // weight.bits)
+    size = _regular_group(weight)
+    if size:  # the usual case: runs of the same whole number of planes, in order
+        order = torch.arange(k)
+        group, of_group = size, torch.arange(-(-k // size))
+    else:
+        order, per_plane = _sorted_planes(weight)
+        group, of_group = _widest(per_plane)
+    total = -(-order.numel() // span) * span
+    source = torch.nn.functional.pad(order, (0, total - order.numel()), value=-1)
+    codes = weight.codes[:, source.clamp(min=0)]
+    needed = -(-total // group)
+    of_group = of_group[torch.arange(needed).clamp(max=of_group.numel() - 1)]
+    zeros = None if weight.zeros is None else weight.zeros[:, of_group].t().contiguous()
+    codes = torch.where(source >= 0, codes, _zero_codes(weight, zeros, group, total))
+    in_order = bool((source[:k] == torch.arange(k)).all()) and bool((source[k:] < 0).all())
+    columns = None if in_order else source.clamp(min=0).to(torch.int32)
+    scales = weight.scales[:, of_group].t().contiguous()
+    return PackedInts(weight.bits, k, _words(codes, weight.bits), scales, zeros, group, columns)
+
+
+def _regular_group(weight: IntWeight) -> int:
+    """The size of the groups when they are in order, of one size and a multiple of 32 (the last may be shorter); else 0."""
+    groups = weight.groups
+    k = groups.numel()
+    size = int((groups == 0).sum())
+    if size == k:
+        return max(-(-k // PLANE) * PLANE, PLANE)
+    regular = size > 0 and size % PLANE == 0 and torch.equal(groups.long(), torch.arange(k) // size)
+    return size if regular else 0
+
+
+def _sorted_planes(weight: IntWeight) -> tuple[Tensor, Tensor]:
+    """The columns sorted by group, -1 where a run is filled up to whole planes; and the group of each plane."""
+    order = torch.argsort(weight.groups, stable=True)
+    counts = torch.bincount(weight.groups, minlength=weight.scales.shape[1])
+    planes = -(-counts // PLANE)
+    starts = torch.cumsum(planes * PLANE, 0) - planes * PLANE
+    place_in_run = torch.arange(order.numel()) - (torch.cumsum(counts, 0) - counts).repeat_interleave(counts)
+    source = torch.full((int(planes.sum()) * PLANE,), -1)
+    source[starts.repeat_interleave(counts) + place_in_run] = order
+    return source, torch.arange(counts.numel()).repeat_interleave(planes)
+
+
+def _widest(per_plane: Tensor) -> tuple[int, Tensor]:
+    """Groups of 128, 64 or 32 columns, the widest in which no two groups of the checkpoint meet, and the group of each."""
+    for planes in (4, 2, 1):
+        filled = -(-per_plane.numel() // planes) * planes
+        runs = per_plane[torch.arange(filled).clamp(max=per_plane.numel() - 1)].view(-1, planes)
+        if bool((runs == runs[:, :1]).all()):
+            return planes * PLANE, runs[:, 0]
+    raise AssertionError("one plane has one group")
+
+
+def _zero_codes(weight: IntWeight, zeros: Tensor | None, group: int, total: int) -> Tensor:
+    """u8[N or 1, total]: the code that means weight 0 in each column."""
+    if zeros is None:
+        return torch.full((1, total), weight.middle, dtype=torch.uint8)
+    return zeros.t().repeat_interleave(group, 1)[:, :total]
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """u8[N, blocks * 32 * P] -> i16[blocks, N, 32]"""
+    planes = codes.view(codes.shape[0], -1, 16 // bits, PLANE).to(torch.int32)  # [N, blocks, P, 32]
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
+    words = (planes << shifts).sum(2)
+    words = torch.where(words >= 2**15, words - 2**16, words).to(torch.int16)
+    return words.transpose(0, 1).contiguous()
