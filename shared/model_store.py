@@ -170,4 +170,5 @@ def _convert(source: Path, made: Path, lock: int) -> None:
             last = line.strip() or last
             print(line, end="", file=sys.stderr, flush=True)
     if child.returncode or not made.is_dir():
-        raise ModelError(f"{source} cannot be converted: {last or f'the converter ended with {child.returncode}'}")
+        why = last or f"the converter ended with {child.returncode}"
+        raise ModelError(f"{source} cannot be converted (cut short, damaged or of an unknown kind): {why}")
