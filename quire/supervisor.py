@@ -25,7 +25,7 @@ class Role:
     environment: Mapping[str, str]
     quick_ends: int = 0
     process: asyncio.subprocess.Process | None = None
-    last_words: str = ""  # its newest line that says error
+    last_words: str = ""  # its newest line of the form "<module>: text"
     stopping: bool = False
     started: float = field(default=0.0)
 
@@ -34,13 +34,20 @@ class GaveUp(RuntimeError):
     """A role that cannot be kept alive; the text is one line for a person."""
 
 
+def last_words(role: Role, code: int) -> str:
+    """Why a process ended, as far as it or the kernel said."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return role.last_words or f"exit code {code}"
+
+
 def next_start(role: Role, code: int, lived_s: float, was_ready: bool) -> float:
     """Seconds until the role that ended is started again; GaveUp when that is useless. Counts its quick ends.
 
     Once the server was ready the settings are known to be good, so what looks fatal (a port, memory) may be the remains
     of the process that just died: it gets the same few tries.
     """
-    words = role.last_words or f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    words = last_words(role, code)
     if code == FATAL_EXIT and not was_ready:
         raise GaveUp(words)
     role.quick_ends = role.quick_ends + 1 if lived_s < QUICK_S or not was_ready else 1
@@ -109,8 +116,7 @@ class Supervisor:
                 if not self.failed.done():
                     self.failed.set_result(str(error))
                 return
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            self._say(f"{role.name} ended ({how}), starting it again in {delay_s:.1f} s")
+            self._say(f"{role.name} ended ({last_words(role, code)}), starting it again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
 
     async def _run_once(self, role: Role) -> int:
@@ -135,9 +141,10 @@ class Supervisor:
         lines = Lines(sys.stderr.isatty())
         while chunk := await output.read(2**16):
             for line, end in lines.feed(chunk, time.monotonic()):
-                if f"{role.name.split('-')[0]}: error: " in line:
-                    role.last_words = line.strip()
-                    continue  # said once, by whoever reads failed
+                module = role.name.split("-")[0]
+                if line.startswith(f"{module}: "):  # not a log line: why it cannot go on
+                    role.last_words = line.strip().replace(": error: ", ": ", 1)
+                    continue  # said once, when its end is reported
                 print(f"{role.name:<{self._width}} | {line}", end=end, file=sys.stderr, flush=True)
 
 
