@@ -1,0 +1,68 @@
+"""From settings to a Runner that is ready for plans. Everything that can be wrong with a start is said here."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpu_worker import ops
+from gpu_worker.memory import MemoryPlan, plan_memory
+from gpu_worker.model.linear import can_pack
+from gpu_worker.model.spec import read_spec
+from gpu_worker.model.weights import Dummy, Safetensors, load_decoder
+from gpu_worker.runner import Runner
+from shared import model_folder, model_store
+from shared.config import BadConfig, Config
+
+log = logging.getLogger("quire.worker")
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    runner: Runner
+    memory: MemoryPlan
+    fingerprint: str
+
+
+def load(config: Config) -> Loaded:
+    """Blocking, for a thread of its own. ModelError or BadConfig, one line each, when this model cannot be served so."""
+    device = _device(config)
+    set_threads(config)
+    folder = Path(model_store.resolve(config.model, config.cache_dir))
+    spec = read_spec(model_folder.read_config(folder))
+    if config.quantization != "auto":
+        raise BadConfig(f"quantization = {config.quantization!r}: not supported yet, only unquantized checkpoints are")
+    if config.tensor_parallel_size != 1:
+        raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: not supported yet")
+    dtype = _dtype(config, spec.dtype, device)
+    memory = plan_memory(config, spec, dtype, device)
+    source = Dummy(spec) if config.dummy_weights else Safetensors(folder, spec)
+    decoder = load_decoder(spec, source, ops.load(device), dtype=dtype, device=device, max_model_len=memory.max_model_len)
+    runner = Runner(decoder, memory, dtype, device)
+    log.info("memory plan: %s", memory.text, extra={"device": str(device), "dtype": str(dtype).removeprefix("torch.")})
+    return Loaded(runner, memory, model_folder.fingerprint(folder))
+
+
+def set_threads(config: Config) -> None:
+    """torch's threads of the calling thread's work."""
+    torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
+
+
+def _device(config: Config) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise BadConfig("device = 'cuda': torch finds no GPU here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _dtype(config: Config, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if device.type == "cpu" and not can_pack(checkpoint):
+        return torch.float32  # this CPU has no fast arithmetic for the checkpoint's type
+    return checkpoint

@@ -1,0 +1,94 @@
+"""The memory plan: what weights, a worst step and KV pages take, and how long a sequence may therefore be."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpu_worker.kv_cache import KVCache
+from gpu_worker.model.spec import ModelSpec
+from shared.config import BadConfig, Config
+
+CPU_KV_BYTES = 512 * 2**20
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    weight_bytes: int
+    step_bytes: int  # activations and logits of the largest step
+    page_bytes: int
+    num_pages: int  # page 0 included
+    page_tokens: int
+    max_model_len: int
+    max_batched_tokens: int
+    num_slots: int  # slot 0 included
+
+    @property
+    def text(self) -> str:
+        return (
+            f"weights {self.weight_bytes / MIB:,.0f} MiB, largest step {self.step_bytes / MIB:,.0f} MiB, "
+            f"KV {self.num_pages} pages of {self.page_tokens} tokens in {self.num_pages * self.page_bytes / MIB:,.0f} MiB; "
+            f"a sequence may have {self.max_model_len} tokens, a step {self.max_batched_tokens}, {self.num_slots - 1} sequences"
+        )
+
+
+def plan_memory(config: Config, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+    """Divide the memory, weights not loaded yet. BadConfig with the numbers when not even one request would fit."""
+    on_cpu = device.type == "cpu"
+    batched = config.max_num_batched_tokens or (1024 if on_cpu else 8192)
+    weights = spec.num_parameters * dtype.itemsize
+    step = _step_bytes(spec, dtype, batched, config.max_num_seqs)
+    page = KVCache.page_bytes(
+        num_layers=spec.num_layers,
+        kv_heads=spec.num_kv_heads,
+        page_tokens=config.block_size,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+    )
+    kv_bytes = config.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else _free_bytes(config, device) - weights - step)
+    num_pages = max(0, kv_bytes) // page
+    wanted = config.max_model_len or spec.context_limit
+    if wanted > spec.context_limit:
+        raise BadConfig(f"max_model_len = {wanted}: the model allows at most {spec.context_limit} tokens")
+    pool_tokens = max(0, num_pages - 1) * config.block_size
+    if config.max_model_len > pool_tokens or pool_tokens == 0:
+        need = -(-(config.max_model_len or 1) // config.block_size) + 1
+        raise BadConfig(
+            f"memory for less than one request: {config.max_model_len or 1} tokens need {need} pages of {page:,} bytes = "
+            f"{need * page:,} bytes, there are {max(0, kv_bytes):,} (weights take {weights:,}, a step {step:,}); "
+            "lower --max-model-len or raise --kv-cache-bytes"
+        )
+    return MemoryPlan(
+        weight_bytes=weights,
+        step_bytes=step,
+        page_bytes=page,
+        num_pages=num_pages,
+        page_tokens=config.block_size,
+        max_model_len=min(wanted, pool_tokens),
+        max_batched_tokens=batched,
+        num_slots=config.max_num_seqs + 1,
+    )
+
+
+def _step_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
+    """Live tensors of the widest moment: residual, norm, gate and up, their product; then float32 logits and a copy."""
+    width = 3 * spec.hidden_size + spec.qkv_size + 3 * spec.intermediate_size
+    return tokens * width * dtype.itemsize + 2 * min(tokens, rows) * spec.vocab_size * 4
+
+
+def _free_bytes(config: Config, device: torch.device) -> int:
+    """What this worker may still take of a GPU: its share, less what others hold."""
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free, int(total * config.gpu_memory_utilization) - (total - free))
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """(bytes used, bytes in all) of the device; on a CPU this process's own memory and the machine's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, total
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return resident * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes

@@ -1,0 +1,59 @@
+"""One decoder for every architecture: what differs is data (ModelSpec) or absent (None). Knows no device and no kernel."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_worker.batch import Batch
+from gpu_worker.model.linear import Matmul
+from gpu_worker.model.spec import ModelSpec
+from gpu_worker.ops import Ops
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer:
+    input_norm: Tensor  # [H]
+    qkv: Matmul  # [(hq + 2 * hkv) * d, H]: all q heads, all k heads, all v heads
+    q_norm: Tensor | None  # [d]
+    k_norm: Tensor | None
+    o: Matmul  # [H, hq * d]
+    post_norm: Tensor  # [H]
+    gate_up: Matmul  # [2 * I, H]: gate, then up
+    down: Matmul  # [H, I]
+    window: int  # keys a query sees, itself included; 0: all
+
+
+@dataclass(slots=True, kw_only=True)
+class Decoder:
+    spec: ModelSpec
+    ops: Ops
+    embedding: Tensor  # [V, H]
+    layers: list[Layer]
+    final_norm: Tensor  # [H]
+    head: Matmul  # [V, H]
+    cos_sin: Tensor  # f32[max_model_len, rope_dim]
+
+    def hidden(self, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Normed hidden states [T, H] of the batch; its keys and values are in the cache afterwards."""
+        ops, eps, scale = self.ops, self.spec.norm_eps, self.spec.head_dim**-0.5
+        residual = F.embedding(batch.input_ids, self.embedding)
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        for layer, (k_cache, v_cache), next_norm in zip(self.layers, cache, self._next_norms(), strict=True):
+            q, k, v = ops.rope_and_store(layer.qkv(x), batch, self.cos_sin, k_cache, v_cache, layer.q_norm, layer.k_norm, eps)
+            x = ops.attention(q, k, v, k_cache, v_cache, batch, batch.page_table, scale, layer.window, 0.0)
+            x = ops.add_rms_norm(layer.o(x.flatten(1)), residual, layer.post_norm, eps)
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            x = ops.add_rms_norm(x, residual, next_norm, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, H] -> f32[S, V]."""
+        return self.head(hidden).float()
+
+    def _next_norms(self) -> Iterator[Tensor]:
+        """The norm that follows each layer."""
+        for layer in self.layers[1:]:
+            yield layer.input_norm
+        yield self.final_norm

@@ -1,0 +1,62 @@
+"""One matrix of the model: y = x W^T + b. Other forms of it (packed, quantized, sharded) are made from a finished Linear."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Matmul(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Linear:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight  # [out, in]
+        self.bias = bias  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+
+class PackedLinear:
+    """The weight in oneDNN's own block order: two to four times as fast as F.linear on a CPU when there are few rows."""
+
+    PACKED_FOR_ROWS = 32  # the block order is chosen for about this many rows
+
+    def __init__(self, linear: Linear) -> None:
+        self._num_bytes = linear.num_bytes
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight, self.PACKED_FOR_ROWS)
+        self._bias = linear.bias
+        self._run = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._run(x, self._weight, self._bias, "none", [], "")
+        return y
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU gains from PackedLinear."""
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def for_device(linear: Linear) -> Matmul:
+    """The fastest form of a finished matrix where it lies."""
+    return PackedLinear(linear) if linear.weight.device.type == "cpu" and can_pack(linear.weight.dtype) else linear

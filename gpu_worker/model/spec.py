@@ -1,0 +1,214 @@
+"""A model's shape, read from config.json. Architectures are data: what differs between them stands in one table."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpu_worker.model.rope import ROPE_KINDS, Rope
+from shared.model_folder import ModelError
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How an architecture differs from Llama, where config.json does not say so itself."""
+
+    qkv_bias: bool | None = None  # None: as attention_bias says
+    o_bias: bool | None = None
+    qk_norm: bool = False
+    window: str = (
+        ""  # layers with sliding_window. "": none; "all"; "switched": if use_sliding_window, from max_window_layers on
+    )
+    default_window: int = 0  # of a config that lacks the key
+
+
+FAMILIES = {
+    "LlamaForCausalLM": _Family(),
+    "MistralForCausalLM": _Family(qkv_bias=False, o_bias=False, window="all", default_window=4096),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, o_bias=False, window="switched", default_window=4096),
+    "Qwen3ForCausalLM": _Family(qk_norm=True, window="switched", default_window=4096),
+}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_head: bool
+    windows: tuple[int, ...]  # of every layer: keys a query sees, itself included; 0: all
+    rope: Rope
+    max_position_embeddings: int  # the model's own limit of a sequence
+    dtype: torch.dtype  # of the checkpoint
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens a sequence may have: some scalings stretch max_position_embeddings, others are counted in it already."""
+        rope, limit = self.rope, self.max_position_embeddings
+        if rope.kind in ("linear", "dynamic"):
+            return int(limit * rope.factor)
+        if rope.kind == "yarn":
+            return max(limit, int(rope.original_max_position_embeddings * rope.factor))
+        return limit
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_dim)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        heads = 1 if self.tied_head else 2
+        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
+
+
+def read_spec(config: Json) -> ModelSpec:
+    """The spec of a parsed config.json; ModelError names what is missing, unknown or contradictory."""
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelError(f"config.json: hidden_act {activation!r} is not supported (supported: silu)")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ModelError(f"config.json: quantization {method!r} is not supported")
+    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    if heads % kv_heads or head_dim % 2:
+        raise ModelError(f"config.json: {heads} heads, {kv_heads} KV heads and head size {head_dim} do not fit together")
+    num_layers = _positive(config, "num_hidden_layers")
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=_positive(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=_positive(config, "vocab_size"),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+        windows=_windows(config, family, num_layers),
+        rope=read_rope(config, head_dim),
+        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        dtype=_dtype(config),
+    )
+
+
+def _architecture(config: Json) -> str:
+    names = config.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return str(name)
+    by_type = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+    if not names and config.get("model_type") in by_type:
+        return by_type[config["model_type"]]
+    found = ", ".join(map(str, names)) or config.get("model_type") or "none"
+    raise ModelError(f"config.json: architecture {found} is not supported (supported: {', '.join(FAMILIES)})")
+
+
+def _positive(config: Json, name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise ModelError(f"config.json: {name} = {value!r}, expected a positive integer")
+    return value
+
+
+def _dtype(config: Json) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if name not in _DTYPES:
+        raise ModelError(f"config.json: dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})")
+    return _DTYPES[name]
+
+
+def _windows(config: Json, family: _Family, num_layers: int) -> tuple[int, ...]:
+    window = config.get("sliding_window", family.default_window) or 0
+    if not family.window or (family.window == "switched" and not config.get("use_sliding_window", False)):
+        window = 0
+    if not window:
+        return (0,) * num_layers
+    kinds = config.get("layer_types")
+    if kinds is not None and family.window == "switched":
+        if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+            raise ModelError(f"config.json: layer_types must name sliding_attention or full_attention {num_layers} times")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    first = config.get("max_window_layers", 28) if family.window == "switched" else 0
+    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+
+
+# --- rotary parameters: rope_scaling and rope_theta beside it, or rope_parameters with everything inside ----------------------
+
+
+def read_rope(config: Json, head_dim: int) -> Rope:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"config.json: rope scaling {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})")
+    limit = _positive(config, "max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or limit
+    partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    dim = int(head_dim * partial)
+    factor = scaling.get("factor")
+    if factor is None:
+        if kind in ("linear", "dynamic", "llama3"):
+            raise ModelError(f"config.json: rope scaling {kind!r} lacks its factor")
+        factor = limit / original
+    rope = Rope(
+        kind=kind,
+        dim=dim,
+        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        max_position_embeddings=limit,
+        original_max_position_embeddings=int(original),
+        factor=float(factor),
+        attention_factor=_attention_factor(kind, scaling, float(factor), int(original)),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        short_factor=tuple(scaling.get("short_factor") or ()),
+        long_factor=tuple(scaling.get("long_factor") or ()),
+    )
+    if kind == "longrope" and not len(rope.short_factor) == len(rope.long_factor) == dim // 2:
+        found = f"{len(rope.short_factor)} and {len(rope.long_factor)}"
+        raise ModelError(f"config.json: longrope needs {dim // 2} short and long factors, found {found}")
+    return rope
+
+
+def _attention_factor(kind: str, scaling: Json, factor: float, original: int) -> float:
+    given = scaling.get("attention_factor")
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if given is not None:
+        return float(given)
+    if factor <= 1:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return float((0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1))
+    return 0.1 * math.log(factor) + 1

@@ -1,0 +1,197 @@
+"""Weights from safetensors (one file, or several with an index) into a Decoder: checked first, then read by several threads."""
+
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from gpu_worker.model.decoder import Decoder, Layer
+from gpu_worker.model.linear import Linear, for_device
+from gpu_worker.model.rope import cos_sin_table
+from gpu_worker.model.spec import ModelSpec
+from gpu_worker.ops import Ops
+from shared import model_folder
+from shared.model_folder import ModelError
+
+log = logging.getLogger("quire.model")
+
+READERS = 4  # threads; a disk or a page cache is not faster with more
+Shape = tuple[int, ...]
+# Tensors that some checkpoints carry and no model needs.
+_IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+class Source(Protocol):
+    def get(self, name: str) -> Tensor:
+        """The named tensor on the CPU, in the checkpoint's dtype."""
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor a checkpoint of this spec must hold."""
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    q, kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not spec.tied_head:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for number in range(spec.num_layers):
+        layer = f"model.layers.{number}."
+        shapes[layer + "input_layernorm.weight"] = shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
+        attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        for name, shape in attention.items():
+            shapes[f"{layer}self_attn.{name}.weight"] = shape
+            if spec.o_bias if name == "o_proj" else spec.qkv_bias:
+                shapes[f"{layer}self_attn.{name}.bias"] = shape[:1]
+        if spec.qk_norm:
+            shapes[layer + "self_attn.q_norm.weight"] = shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
+        inner = spec.intermediate_size
+        for name, shape in {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}.items():
+            shapes[f"{layer}mlp.{name}.weight"] = shape
+            if spec.mlp_bias:
+                shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
+    return shapes
+
+
+class Safetensors:
+    """The tensors of a model folder. Everything about names and shapes is checked before the first byte of a weight is read."""
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self._files: dict[str, Any] = {}  # tensor name -> the open file that holds it
+        self._folder = folder
+        shapes: dict[str, Shape] = {}
+        for path in model_folder.weight_files(folder):
+            try:
+                file = safe_open(path, framework="pt")
+                for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
+                    self._files[name] = file
+                    shapes[name] = tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is damaged or no safetensors file: {error}") from None
+        _check_names(folder, shapes, tensor_shapes(spec), spec)
+
+    def get(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+            return tensor
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self._folder}: tensor {name} cannot be read: {error}") from None
+
+
+def _check_names(folder: Path, found: dict[str, Shape], wanted: dict[str, Shape], spec: ModelSpec) -> None:
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} tensors of a {spec.architecture}, the first is {missing[0]}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ModelError(f"{folder}: tensor {name} has shape {found[name]}, config.json says {shape}")
+    extra = [name for name in found if name not in wanted and not name.endswith(_IGNORED)]
+    if spec.tied_head:
+        extra = [name for name in extra if name != "lm_head.weight"]
+    if extra:
+        raise ModelError(f"{folder} holds {len(extra)} tensors that no {spec.architecture} has, the first is {extra[0]}")
+
+
+class Dummy:
+    """Random weights of the right shapes: speed and memory without a checkpoint. The same at every start."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._shapes = tensor_shapes(spec)
+        self._numbers = {name: number for number, name in enumerate(self._shapes)}
+        self._dtype = spec.dtype
+
+    def get(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=self._dtype)
+        noise = torch.Generator().manual_seed(self._numbers[name])
+        # A block of noise repeated: drawing billions of normal numbers would take minutes.
+        block = torch.randn(min(shape[0], 509), shape[1], generator=noise) / math.sqrt(shape[1])
+        return block.to(self._dtype).repeat(-(-shape[0] // block.shape[0]), 1)[: shape[0]]
+
+
+def load_decoder(
+    spec: ModelSpec, source: Source, ops: Ops, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> Decoder:
+    """Read, fuse, convert and place all weights; a bar on a terminal, a line per quarter elsewhere."""
+    to = _Placing(source, dtype, device)
+    layer_bytes = sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if ".layers.0." in name) * dtype.itemsize
+    with ThreadPoolExecutor(READERS) as readers:
+        layers = list(
+            _progress(readers.map(lambda number: _layer(to, spec, number), range(spec.num_layers)), spec, layer_bytes)
+        )
+    embedding = to.kept("model.embed_tokens.weight")
+    return Decoder(
+        spec=spec,
+        ops=ops,
+        embedding=embedding,
+        layers=layers,
+        final_norm=to.kept("model.norm.weight"),
+        head=for_device(Linear(embedding if spec.tied_head else to.tensor("lm_head.weight"))),
+        cos_sin=cos_sin_table(spec.rope, max_model_len).to(device),
+    )
+
+
+class _Placing:
+    """Tensors of a source, fused, converted and placed."""
+
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+
+    def tensor(self, *names: str) -> Tensor:
+        """The named tensors, one under the other."""
+        parts = [self._source.get(name) for name in names]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return whole.to(device=self._device, dtype=self._dtype)
+
+    def kept(self, name: str) -> Tensor:
+        """The named tensor in memory of its own: what the reader returns may be a view of the mapped file."""
+        tensor = self.tensor(name)
+        return tensor.clone() if tensor.device.type == "cpu" else tensor
+
+    def linear(self, prefix: str, *names: str, bias: bool) -> Linear:
+        weight = self.tensor(*(f"{prefix}{name}.weight" for name in names))
+        return Linear(weight, self.tensor(*(f"{prefix}{name}.bias" for name in names)) if bias else None)
+
+
+def _layer(to: _Placing, spec: ModelSpec, number: int) -> Layer:
+    prefix = f"model.layers.{number}."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    with torch.inference_mode():
+        return Layer(
+            input_norm=to.kept(prefix + "input_layernorm.weight"),
+            qkv=for_device(to.linear(attention, "q_proj", "k_proj", "v_proj", bias=spec.qkv_bias)),
+            q_norm=to.kept(attention + "q_norm.weight") if spec.qk_norm else None,
+            k_norm=to.kept(attention + "k_norm.weight") if spec.qk_norm else None,
+            o=for_device(to.linear(attention, "o_proj", bias=spec.o_bias)),
+            post_norm=to.kept(prefix + "post_attention_layernorm.weight"),
+            gate_up=for_device(to.linear(mlp, "gate_proj", "up_proj", bias=spec.mlp_bias)),
+            down=for_device(to.linear(mlp, "down_proj", bias=spec.mlp_bias)),
+            window=spec.windows[number],
+        )
+
+
+def _progress(layers: Iterator[Layer], spec: ModelSpec, layer_bytes: int) -> Iterator[Layer]:
+    if sys.stderr.isatty():
+        bar = tqdm(total=spec.num_layers * layer_bytes, unit="B", unit_scale=True, desc="loading weights", leave=False)
+        with bar:
+            for layer in layers:
+                bar.update(layer_bytes)
+                yield layer
+        return
+    yield from _logged(layers, spec.num_layers)
+
+
+def _logged(layers: Iterator[Layer], total: int) -> Iterator[Layer]:
+    for number, layer in enumerate(layers, start=1):
+        if number * 4 // total > (number - 1) * 4 // total:
+            log.info("loading weights", extra={"layers": f"{number}/{total}"})
+        yield layer

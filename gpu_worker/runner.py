@@ -1,0 +1,127 @@
+"""One worker's model at work: a step plan in, a StepDone out.
+
+launch = prepare (apply the plan, build the batch) + forward (decoder and sampling, device work only); collect waits for the
+device and packs the result. Launches happen in plan order on one stream; collect may run in another thread.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_worker.batch import Batch, Sampled
+from gpu_worker.kv_cache import KVCache
+from gpu_worker.memory import MemoryPlan
+from gpu_worker.model.decoder import Decoder
+from gpu_worker.prepare import make_batch
+from gpu_worker.prompt_scores import prompt_scores
+from gpu_worker.slots import Slots
+from shared.messages import StepDone, StepPlan
+
+Scores = tuple[Tensor, Tensor, Tensor]  # log-probabilities [P], ids [P, width], logs [P, width]
+
+
+@dataclass(slots=True)
+class Step:
+    """A launched step: its results on the way to the host."""
+
+    number: int
+    sampled: Sampled | None
+    scores: Scores | None
+    done: torch.cuda.Event | None  # None: computed already
+    started: float
+    ended: float
+
+
+class Runner:
+    def __init__(self, decoder: Decoder, memory: MemoryPlan, dtype: torch.dtype, device: torch.device) -> None:
+        spec = decoder.spec
+        self.decoder = decoder
+        self.device = device
+        self.slots = Slots(memory.num_slots, memory.max_model_len, memory.page_tokens, device)
+        self.cache = KVCache(
+            num_layers=spec.num_layers,
+            num_pages=memory.num_pages,
+            kv_heads=spec.num_kv_heads,
+            page_tokens=memory.page_tokens,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    def reset(self) -> None:
+        """A new incarnation: slots are forgotten, pages keep their content (the inventory names the good ones)."""
+        self.slots.reset()
+
+    def device_works(self) -> bool:
+        """Whether the device still answers; after some GPU faults nothing in this process can use it any more."""
+        if self.device.type == "cpu":
+            return True
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Step:
+        started = time.perf_counter()
+        batch = self.prepare(plan)
+        sampled, scores = self.forward(batch)
+        return self._on_the_way(plan.step, sampled, scores, started)
+
+    def prepare(self, plan: StepPlan) -> Batch:
+        self.slots.apply(plan, self.cache)
+        return make_batch(plan, self.slots)
+
+    def forward(self, batch: Batch) -> tuple[Sampled | None, Scores | None]:
+        """Compute the batch; sampled tokens become the slots' next inputs."""
+        if not batch.num_tokens:
+            return None, None
+        hidden = self.decoder.hidden(batch, self.cache.layers)
+        sampled = None
+        if len(batch.sample_slots):
+            logits = self.decoder.logits(hidden.index_select(0, batch.sampled_tokens))
+            sampled = self.decoder.ops.sample(logits, self.slots, batch.sample_slots, batch.sample_positions, batch.needs)
+            self.slots.store_sampled(sampled, batch.sample_slots, batch.sample_positions, batch.needs.penalized)
+        return sampled, None if batch.score_tokens is None else prompt_scores(self.decoder, hidden, batch)
+
+    def collect(self, step: Step) -> StepDone:
+        """Wait for the step and pack its results."""
+        if step.done is not None:
+            step.done.synchronize()
+            step.ended = time.perf_counter()
+        tokens, logprobs, top_ids, top_logprobs = step.sampled or (None, None, None, None)
+        score_logprobs, score_ids, score_tops = step.scores or (None, None, None)
+        return StepDone(
+            step=step.number,
+            tokens=_column(tokens),
+            logprobs=_column(logprobs),
+            top_width=0 if top_ids is None else top_ids.shape[1],
+            top_ids=_column(top_ids),
+            top_logprobs=_column(top_logprobs),
+            score_logprobs=_column(score_logprobs),
+            score_top_width=0 if score_ids is None else score_ids.shape[1],
+            score_top_ids=_column(score_ids),
+            score_top_logprobs=_column(score_tops),
+            step_us=int((step.ended - step.started) * 1e6),
+        )
+
+    def _on_the_way(self, number: int, sampled: Sampled | None, scores: Scores | None, started: float) -> Step:
+        if self.device.type == "cpu":
+            return Step(number, sampled, scores, None, started, time.perf_counter())
+        on_host = None if sampled is None else Sampled(*(None if each is None else _to_host(each) for each in sampled))  # type: ignore[arg-type]
+        scores_on_host = None if scores is None else (_to_host(scores[0]), _to_host(scores[1]), _to_host(scores[2]))
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Step(number, on_host, scores_on_host, done, started, started)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A pinned copy that is complete when the event recorded after it is."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _column(tensor: Tensor | None) -> bytes:
+    return b"" if tensor is None else tensor.contiguous().numpy().tobytes()

@@ -1,0 +1,218 @@
+"""The worker's asyncio thread: its link to the scheduler, heartbeats, drain. The only I/O of this role."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any, assert_never
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from gpu_worker.inventory import Inventory
+from gpu_worker.loading import Loaded, load
+from gpu_worker.memory import memory_in_use
+from gpu_worker.steps import Steps
+from shared.codec import Codec
+from shared.config import FATAL_EXIT, BadConfig, Config
+from shared.messages import (
+    PROTOCOL,
+    SCHEDULER_TO_WORKER,
+    Drain,
+    Fault,
+    Reset,
+    StepDone,
+    StepPlan,
+    ToWorker,
+    WorkerAlive,
+    WorkerHello,
+    WorkerWelcome,
+)
+from shared.model_folder import ModelError
+from shared.observe import serve_metrics, setup_logging
+from shared.wire import Link
+
+log = logging.getLogger("quire.worker")
+
+ALIVE_S = 1.0
+DRAINED_S = 1.0  # a draining worker that gets no plan for this long has nothing left to do
+RESTART_EXIT = 1  # the device is unusable; a new process may find it well
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.steps = Counter("quire_worker_steps", "Steps finished", registry=self.registry)
+        self.tokens = Counter("quire_worker_sampled_tokens", "Tokens sampled", registry=self.registry)
+        self.faults = Counter("quire_worker_faults", "Steps that failed", registry=self.registry)
+        self.step_s = Histogram("quire_worker_step_seconds", "Device time of a step", registry=self.registry)
+        self.memory = Gauge("quire_worker_memory_bytes", "Device memory in use", registry=self.registry)
+
+
+class Service:
+    """Handler of the link and of the step threads. All methods run on the asyncio loop."""
+
+    def __init__(self, config: Config, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._replica = config.name or f"{socket.gethostname()}-{os.getpid()}"
+        self.metrics = Metrics()
+        self._inventory = Inventory(loaded.memory.num_slots, loaded.memory.page_tokens)
+        self._incarnation = 1
+        self._last_step = 0
+        self._in_flight = 0
+        self._last_plan = 0.0  # loop time
+        self._draining = ""
+        self.ended = asyncio.Event()
+        self.exit_code = 0
+        self._loop = asyncio.get_running_loop()
+        self._steps = Steps(loaded.runner, self, self._loop)
+        self._link = Link(
+            config.worker_link,
+            f"w/{self._replica}/0",
+            Codec(SCHEDULER_TO_WORKER),
+            self,
+            heartbeat_s=config.heartbeat_s,
+            silence_s=config.silence_s,
+        )
+
+    async def run(self) -> int:
+        """Serve plans until drained or refused; the exit code."""
+        self._steps.start()
+        alive = asyncio.create_task(self._alive())
+        link = asyncio.create_task(self._link.run())
+        await self.ended.wait()
+        alive.cancel()
+        link.cancel()
+        await asyncio.gather(alive, link, return_exceptions=True)
+        await asyncio.to_thread(self._steps.stop)
+        return self.exit_code
+
+    def drain(self, reason: str) -> None:
+        """Tell the scheduler that this worker leaves, finish what it still sends, then end. Asked twice: end at once."""
+        if self._draining:
+            self.ended.set()
+            return
+        self._draining = reason
+        self._last_plan = self._loop.time()
+        log.info("draining", extra={"reason": reason})
+        if not self._link.send(Drain(reason)):
+            self.ended.set()
+
+    # --- link ---------------------------------------------------------------------------------------------------------
+
+    def hello(self) -> WorkerHello:
+        memory = self._loaded.memory
+        return WorkerHello(
+            protocol=PROTOCOL,
+            replica=self._replica,
+            rank=0,
+            tp=1,
+            model=self._loaded.fingerprint,
+            page_tokens=memory.page_tokens,
+            num_pages=memory.num_pages,
+            num_slots=memory.num_slots,
+            max_batched_tokens=memory.max_batched_tokens,
+            max_model_len=memory.max_model_len,
+            inventory=self._inventory.column(),
+        )
+
+    def on_message(self, message: Any) -> None:
+        received: ToWorker = message
+        match received:
+            case StepPlan():
+                self._last_plan = self._loop.time()
+                self._in_flight += 1
+                self._inventory.on_plan(received)
+                self._steps.put(self._incarnation, received)
+            case WorkerWelcome(epoch=epoch, credits=credits):
+                log.info("welcome", extra={"replica": self._replica, "epoch": epoch, "credits": credits})
+            case Drain(reason=reason):
+                self.drain(reason)
+            case Reset():
+                raise AssertionError("the link handles Reset itself")
+            case _:
+                assert_never(received)
+
+    def on_lost(self, reason: str, fatal: bool) -> None:
+        log.warning("lost the scheduler", extra={"reason": reason, "fatal": fatal})
+        self._new_incarnation()
+        if fatal:
+            print(f"gpu_worker: error: the scheduler refused this worker: {reason}", file=sys.stderr)
+            self.exit_code = FATAL_EXIT
+            self.ended.set()
+        elif self._draining:
+            self.ended.set()
+
+    # --- step threads -------------------------------------------------------------------------------------------------
+
+    def on_done(self, incarnation: int, done: StepDone) -> None:
+        if incarnation != self._incarnation:
+            return
+        self._in_flight -= 1
+        self._last_step = done.step
+        self.metrics.steps.inc()
+        self.metrics.tokens.inc(len(done.tokens) // 4)
+        self.metrics.step_s.observe(done.step_us / 1e6)
+        if self._link.send(done):
+            self._inventory.on_done(done.step)
+
+    def on_fault(self, incarnation: int, step: int, text: str) -> None:
+        if incarnation != self._incarnation:
+            return
+        log.error("step failed: %s", text, extra={"step": step})
+        self.metrics.faults.inc()
+        self._link.send(Fault(step, text))
+        self._link.close()  # it opens again, with a new nonce and a new hello
+        self._new_incarnation()
+        if not self._loaded.runner.device_works():
+            self.exit_code = RESTART_EXIT
+            self.ended.set()
+
+    def _new_incarnation(self) -> None:
+        self._incarnation += 1
+        self._in_flight = 0
+        self._inventory.on_new_incarnation()
+
+    async def _alive(self) -> None:
+        device = self._loaded.runner.device
+        busy_s, since = 0.0, time.perf_counter()
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            now, was_busy_s, busy_s = time.perf_counter(), busy_s, self._steps.busy_s
+            used, total = memory_in_use(device)
+            self.metrics.memory.set(used)
+            utilization = min(1.0, max(0.0, (busy_s - was_busy_s) / (now - since)))
+            since = now
+            self._link.send(WorkerAlive(self._last_step, used, total, utilization))
+            if self._draining and not self._in_flight and self._loop.time() - self._last_plan >= DRAINED_S:
+                self.ended.set()
+
+
+def main(config: Config) -> int:
+    """Load the model and serve plans; the process's exit code."""
+    setup_logging(config)
+    try:
+        return asyncio.run(_serve(config))
+    except (ModelError, BadConfig) as error:
+        print(f"gpu_worker: error: {error}", file=sys.stderr)
+        return FATAL_EXIT
+
+
+async def _serve(config: Config) -> int:
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    loading = asyncio.create_task(asyncio.to_thread(load, config))
+    stopping = asyncio.create_task(stopped.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        os._exit(0)  # nothing to finish, and a reading thread cannot be interrupted
+    stopping.cancel()
+    service = Service(config, loading.result())
+    serve_metrics(service.metrics.registry, config.metrics_port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.drain, f"signal {number.name}")
+    return await service.run()

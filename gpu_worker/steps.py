@@ -1,0 +1,95 @@
+"""The two threads of a worker: launch (plan -> device, in order) and completion (waits, packs StepDone).
+
+Both speak to the asyncio thread through callbacks on its loop. A plan carries the incarnation it arrived in; when that
+number changes, older plans are skipped and the slots start empty, while weights and pages stay.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+import traceback
+from typing import NamedTuple, Protocol
+
+from gpu_worker.runner import Runner, Step
+from shared.messages import StepDone, StepPlan
+
+FAULT_TEXT_CHARS = 4000
+
+
+class StepHandler(Protocol):
+    """Called on the asyncio loop."""
+
+    def on_done(self, incarnation: int, done: StepDone) -> None: ...
+
+    def on_fault(self, incarnation: int, step: int, text: str) -> None: ...
+
+
+class _Plan(NamedTuple):
+    incarnation: int
+    plan: StepPlan
+
+
+class _Launched(NamedTuple):
+    incarnation: int
+    step: Step
+
+
+class Steps:
+    def __init__(self, runner: Runner, handler: StepHandler, loop: asyncio.AbstractEventLoop) -> None:
+        self._runner = runner
+        self._handler = handler
+        self._loop = loop
+        self._plans: queue.SimpleQueue[_Plan | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._launch_all, name="launch", daemon=True),
+            threading.Thread(target=self._complete_all, name="completion", daemon=True),
+        ]
+        self._failed = 0  # incarnation that had a fault: the rest of it is skipped
+        self.busy_s = 0.0  # seconds spent on steps so far
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, incarnation: int, plan: StepPlan) -> None:
+        self._plans.put(_Plan(incarnation, plan))
+
+    def stop(self) -> None:
+        """End both threads after the plans that were put."""
+        self._plans.put(None)
+        for thread in self._threads:
+            thread.join(timeout=10)
+
+    def _launch_all(self) -> None:
+        current = 0
+        while (item := self._plans.get()) is not None:
+            if item.incarnation == self._failed:
+                continue
+            if item.incarnation != current:
+                current = item.incarnation
+                self._runner.reset()
+            started = time.perf_counter()
+            try:
+                step = self._runner.launch(item.plan)
+            except Exception:  # whatever a plan or a device can raise: the scheduler hears of it and the worker goes on
+                self._fail(item.incarnation, item.plan.step)
+            else:
+                self._launched.put(_Launched(current, step))
+            self.busy_s += time.perf_counter() - started
+        self._launched.put(None)
+
+    def _complete_all(self) -> None:
+        while (item := self._launched.get()) is not None:
+            try:
+                done = self._runner.collect(item.step)
+            except Exception:
+                self._fail(item.incarnation, item.step.number)
+            else:
+                self._loop.call_soon_threadsafe(self._handler.on_done, item.incarnation, done)
+
+    def _fail(self, incarnation: int, step: int) -> None:
+        self._failed = incarnation
+        text = traceback.format_exc()[-FAULT_TEXT_CHARS:]
+        self._loop.call_soon_threadsafe(self._handler.on_fault, incarnation, step, text)
