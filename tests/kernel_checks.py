@@ -43,13 +43,11 @@ def run_decode(
     space = decode_schedule.allocate(rows, q_heads, kv_heads, head, q.device, count, target)
     space.part_values.fill_(float("nan"))
     space.part_sums.fill_(float("nan"))
-    decode_schedule.schedule_decode(space, case.context_lens, page, q_heads, kv_heads, groups, window, target, min_span)
-    arguments = (q, case.k_cache, case.v_cache, case.page_table, case.row_slots, space, scale, soft_cap)
+    decode_schedule.schedule_decode(space, case.context_lens, case.row_slots, page, q_heads, kv_heads, groups, window, target, min_span)
+    cache = (q, case.k_cache, case.v_cache, case.page_table)
     if groups and not window:
-        attention_shared(*arguments)
-    out = attention_decode(*arguments, out=torch.full_like(q.contiguous(), float("nan")))
-    assert not space.arrivals.any(), "arrivals must be zero again"
-    return out
+        attention_shared(*cache, case.row_slots, space, scale, soft_cap)
+    return attention_decode(*cache, space, scale, soft_cap, out=torch.full_like(q.contiguous(), float("nan")))
 
 
 def check_decode(

@@ -1,7 +1,7 @@
 """Attention of decode rows over their private pages, split over the keys, and the merge of a row's partial results.
 
-Flash-decoding (Dao et al., 2023): all query heads of one key head form one tile, a row's keys are cut into spans, and
-the program that finishes a row last merges its spans by log-sum-exp, so a layer is one launch.
+Flash-decoding (Dao et al., 2023): all query heads of one key head form one tile and a row's keys are cut into spans. A
+row of one span is written at once; the spans of the others are merged by log-sum-exp in a second, small launch.
 """
 
 import torch
@@ -20,13 +20,10 @@ def _attention_decode(
     v_cache,
     out,
     page_table,
-    row_slots,
     items,
     counts,
-    row_parts,
     part_values,
     part_sums,
-    arrivals,
     scale,
     soft_cap,
     q_row_stride,
@@ -44,18 +41,18 @@ def _attention_decode(
     STAGES: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    if item >= tl.load(counts):
+    # All at once: the chain of dependent loads before the first key is what a short row waits for.
+    count = tl.load(counts)
+    row = tl.load(items + item * 8)
+    slot = tl.load(items + item * 8 + 1).to(tl.int64)
+    begin = tl.load(items + item * 8 + 2)
+    end = tl.load(items + item * 8 + 3)
+    part = tl.load(items + item * 8 + 4)
+    if item >= count:
         return
-    row = tl.load(items + item * 4)
-    begin = tl.load(items + item * 4 + 1)
-    end = tl.load(items + item * 4 + 2)
-    part = tl.load(items + item * 4 + 3)
-    slot = tl.load(row_slots + row).to(tl.int64)
-    parts = tl.load(row_parts + row * 3 + 1)
 
     # Queries [GROUP_PAD, HEAD_PAD]: the GROUP heads that read this key head.
     member = tl.arange(0, GROUP_PAD)
@@ -88,48 +85,60 @@ def _attention_decode(
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
     values = values / total[:, None]
 
-    out_cells = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD) + head_cells
-    if parts == 1:
+    if part < 0:
+        out_cells = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD) + head_cells
         tl.store(out_cells, values.to(out.dtype.element_ty), mask=head_mask)
-        return
+    else:
+        part_cells = part_values + part.to(tl.int64) * (KV_HEADS * GROUP * HEAD) + head_cells
+        tl.store(part_cells, values, mask=head_mask)
+        heads = kv_head * GROUP + member
+        tl.store(part_sums + part * (KV_HEADS * GROUP) + heads, highest + tl.log2(total), mask=member < GROUP)
 
-    # Leave the partial result; the last program of this (row, key head) to arrive merges them all.
-    part_cells = part_values + part.to(tl.int64) * (KV_HEADS * GROUP * HEAD) + head_cells
-    tl.store(part_cells, values, mask=head_mask)
-    heads = kv_head * GROUP + member
-    tl.store(part_sums + part * (KV_HEADS * GROUP) + heads, highest + tl.log2(total), mask=member < GROUP)
-    tl.debug_barrier()
-    arrival = arrivals + row * KV_HEADS + kv_head
-    before = tl.atomic_add(arrival, 1, sem="acq_rel")
-    if before != tl.load(row_parts + row * 3 + 2) - 1:
+
+@triton.jit
+def _merge(
+    out,
+    row_parts,
+    part_values,
+    part_sums,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    # One program: the GROUP * HEAD neighbouring results of one (row, key head). Line i of the tile merges the parts
+    # i, i + PARTS, ..., so no line waits for another before the end.
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    start = tl.load(row_parts + row * 2)
+    parts = tl.load(row_parts + row * 2 + 1)
+    if parts < 2:
         return
-    tl.debug_barrier()
-    tl.store(arrival, 0)
-    start = tl.load(row_parts + row * 3)
-    highest = tl.full([GROUP_PAD], MASKED, tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    values = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-    for first in range(0, parts, MERGE_PARTS):
-        # [MERGE_PARTS, GROUP_PAD, HEAD_PAD] partial values, weighted by their share of the sum.
-        number = first + tl.arange(0, MERGE_PARTS)
-        valid = (number < parts)[:, None] & (member < GROUP)[None, :]
-        place = (start + number).to(tl.int64)
-        sums = tl.load(
-            part_sums + place[:, None] * (KV_HEADS * GROUP) + heads[None, :], mask=valid, other=MASKED, cache_modifier=".cg"
-        )
+    column = tl.arange(0, WIDTH)
+    inside = column < GROUP * HEAD
+    head = kv_head * GROUP + column // HEAD
+    line = tl.arange(0, PARTS)
+    highest = tl.full([PARTS, WIDTH], MASKED, tl.float32)
+    total = tl.zeros([PARTS, WIDTH], tl.float32)
+    values = tl.zeros([PARTS, WIDTH], tl.float32)
+    for first in range(0, parts, PARTS):
+        valid = (first + line < parts)[:, None] & inside[None, :]
+        place = (start + first + line).to(tl.int64)[:, None]
+        sums = tl.load(part_sums + place * (KV_HEADS * GROUP) + head[None, :], mask=valid, other=MASKED)
         some = tl.load(
-            part_values + place[:, None, None] * (KV_HEADS * GROUP * HEAD) + head_cells[None, :, :],
-            mask=valid[:, :, None] & (offset < HEAD)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
+            part_values + place * (KV_HEADS * GROUP * HEAD) + kv_head * GROUP * HEAD + column[None, :], mask=valid, other=0.0
         )
-        new_highest = tl.maximum(highest, tl.max(sums, 0))
-        share = tl.exp2(sums - new_highest[None, :])
+        new_highest = tl.maximum(highest, sums)
         factor = tl.exp2(highest - new_highest)
+        share = tl.where(valid, tl.exp2(sums - new_highest), 0.0)
+        total = total * factor + share
+        values = values * factor + some * share
         highest = new_highest
-        total = total * factor + tl.sum(share, 0)
-        values = values * factor[:, None] + tl.sum(some * share[:, :, None], 0)
-    tl.store(out_cells, (values / total[:, None]).to(out.dtype.element_ty), mask=head_mask)
+    factor = tl.exp2(highest - tl.max(highest, 0)[None, :])
+    result = tl.sum(values * factor, 0) / tl.sum(total * factor, 0)
+    cells = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD) + kv_head * GROUP * HEAD + column
+    tl.store(cells, result.to(out.dtype.element_ty), mask=inside)
 
 
 def attention_decode(
@@ -137,20 +146,20 @@ def attention_decode(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
-    row_slots: Tensor,
     schedule: DecodeSchedule,
     scale: float,
     soft_cap: float = 0.0,
     out: Tensor | None = None,
+    merge: bool = True,
     block_n: int = 0,
     stages: int = 3,
     warps: int = 4,
 ) -> Tensor:
-    """One query token per row over the keys the schedule lists (schedule_decode: its lengths, window and groups).
+    """One query token per row over the keys the schedule lists (schedule_decode: its lengths, slots, window and groups).
 
-    q: [R, hq, d], heads contiguous; k_cache, v_cache: [pages, hkv, page_tokens, d]; page_table: i32 [slots, max_pages];
-    row_slots: i32 [R] -> [R, hq, d]. Rows without an item (padding) are not written. With groups, attention_shared runs
-    first with the same schedule.
+    q: [R, hq, d], heads contiguous; k_cache, v_cache: [pages, hkv, page_tokens, d]; page_table: i32 [slots, max_pages]
+    -> [R, hq, d]. Rows without an item (padding) are not written. With groups, attention_shared runs first with the same
+    schedule. merge False: no row of the schedule has more than one part.
     """
     rows, q_heads, head = q.shape
     _, kv_heads, page_tokens, _ = k_cache.shape
@@ -165,13 +174,10 @@ def attention_decode(
         v_cache,
         out,
         page_table,
-        row_slots,
         schedule.items,
         schedule.counts,
-        schedule.row_parts,
         schedule.part_values,
         schedule.part_sums,
-        schedule.arrivals,
         scale if soft_cap else scale * 1.4426950408889634,
         soft_cap,
         q.stride(0),
@@ -189,7 +195,12 @@ def attention_decode(
         STAGES=stages,
         HAS_CAP=soft_cap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        MERGE_PARTS=4 if head_pad <= 128 else 2,
         num_warps=warps,
     )
+    if merge:
+        width = triton.next_power_of_2(group * head)
+        _merge[(rows, kv_heads)](
+            out, schedule.row_parts, schedule.part_values, schedule.part_sums, KV_HEADS=kv_heads, GROUP=group, HEAD=head,
+            WIDTH=width, PARTS=8 if width <= 512 else 4, num_warps=4,
+        )  # fmt: skip
     return out

@@ -100,6 +100,7 @@ def _attention_prefill(
     BLOCK_N: tl.constexpr,
     PAGED_N: tl.constexpr,
     STAGES: tl.constexpr,
+    PAGED_STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -141,7 +142,7 @@ def _attention_prefill(
     if HAS_WINDOW:
         lowest = tl.maximum(prefix + first_line - window + 1, 0)
         lowest = (lowest // PAGE) * PAGE
-    for first in tl.range(lowest, prefix, PAGED_N, num_stages=STAGES):
+    for first in tl.range(lowest, prefix, PAGED_N, num_stages=PAGED_STAGES):
         # Token t is cell t % PAGE of page table[t // PAGE]; page ids become 64-bit before the multiplication.
         token = first + tl.arange(0, PAGED_N)
         live = token < prefix
@@ -198,6 +199,8 @@ def attention_prefill(
     block_m: int = 0,
     block_n: int = 0,
     stages: int = 3,
+    paged_n: int = 64,
+    paged_stages: int = 4,
     warps: int = 8,
 ) -> Tensor:
     """Causal attention of R rows of any lengths over their whole context.
@@ -250,8 +253,9 @@ def attention_prefill(
         ROWS=triton.next_power_of_2(rows),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        PAGED_N=min(block_n, 64),
+        PAGED_N=min(block_n, paged_n),
         STAGES=stages,
+        PAGED_STAGES=paged_stages,
         HAS_WINDOW=window > 0,
         HAS_CAP=soft_cap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

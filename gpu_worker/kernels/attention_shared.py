@@ -89,7 +89,7 @@ def _attention_shared(
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
     values = values / total[:, None]
 
-    part = tl.load(row_parts + row * 3, mask=line_mask, other=0) + span
+    part = tl.load(row_parts + row * 2, mask=line_mask, other=0) + span
     place = part.to(tl.int64) * (KV_HEADS * GROUP) + head
     tl.store(part_values + place[:, None] * HEAD + offset[None, :], values, mask=mask)
     tl.store(part_sums + place, highest + tl.log2(total), mask=line_mask)

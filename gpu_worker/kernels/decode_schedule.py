@@ -16,18 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 SPAN_STEP = 64  # tokens; spans are multiples of it
+TARGET_PROGRAMS = 264  # two on each of an H200's 132 multiprocessors
 
 
 class DecodeSchedule(NamedTuple):
     """Device memory of one work list. R rows, G groups (0: none)."""
 
-    items: Tensor  # i32 [max_items, 4] of (row, first token, end token, part)
+    items: Tensor  # i32 [max_items, 8] of (row, slot, first token, end token, part or -1 for a row of one part, 0, 0, 0)
     shared_items: Tensor  # i32 [max_shared_items, 5] of (first row, rows, first token, end token, span)
     counts: Tensor  # i32 [2]: items, shared items
-    row_parts: Tensor  # i32 [R, 3] of (first part, parts, private parts)
+    row_parts: Tensor  # i32 [R, 2] of (first part, parts)
     part_values: Tensor  # f32 [max_parts, hq, d]
     part_sums: Tensor  # f32 [max_parts, hq], log2 of the sum of weights
-    arrivals: Tensor  # i32 [R, hkv], zero between launches
 
 
 class Groups(NamedTuple):
@@ -50,7 +50,7 @@ def allocate(
     head: int,
     device: torch.device | str,
     max_groups: int = 0,
-    target_programs: int = 1056,
+    target_programs: int = TARGET_PROGRAMS,
     shared_block_m: int = 128,
 ) -> DecodeSchedule:
     """Memory for a batch of up to rows decode rows. target_programs: programs wanted when there is work enough."""
@@ -62,13 +62,12 @@ def allocate(
         shared = budget + triton.cdiv(rows, tile_rows) + max_groups
         parts = rows + tile_rows * budget
     return DecodeSchedule(
-        items=torch.zeros((items, 4), dtype=torch.int32, device=device),
+        items=torch.zeros((items, 8), dtype=torch.int32, device=device),
         shared_items=torch.zeros((max(shared, 1), 5), dtype=torch.int32, device=device),
         counts=torch.zeros(2, dtype=torch.int32, device=device),
-        row_parts=torch.zeros((rows, 3), dtype=torch.int32, device=device),
+        row_parts=torch.zeros((rows, 2), dtype=torch.int32, device=device),
         part_values=torch.empty((items + parts, q_heads, head), dtype=torch.float32, device=device),
         part_sums=torch.empty((items + parts, q_heads), dtype=torch.float32, device=device),
-        arrivals=torch.zeros((rows, kv_heads), dtype=torch.int32, device=device),
     )
 
 
@@ -84,6 +83,7 @@ def _spans(tokens, span, STEP: tl.constexpr):
 @triton.jit
 def _schedule(
     context_lens,
+    row_slots,
     row_groups,
     group_starts,
     group_rows,
@@ -164,32 +164,34 @@ def _schedule(
         my_begin = tl.sum(tl.where(row == me, begin, 0), 0)
         my_end = tl.sum(tl.where(row == me, length, 0), 0)
         my_span = tl.sum(tl.where(row == me, span_length, 0), 0)
-        tl.store(row_parts + me * 3, part)
-        tl.store(row_parts + me * 3 + 1, my_shared + my_count)
-        tl.store(row_parts + me * 3 + 2, my_count)
+        my_slot = tl.load(row_slots + me)
+        tl.store(row_parts + me * 2, part)
+        tl.store(row_parts + me * 2 + 1, my_shared + my_count)
         for first in range(0, my_count, WIDTH):
             item = first + tl.arange(0, WIDTH)
-            cell = items + (base + item) * 4
+            cell = items + (base + item) * 8
             inside = item < my_count
             tl.store(cell, me, mask=inside)
-            tl.store(cell + 1, my_begin + item * my_span, mask=inside)
-            tl.store(cell + 2, tl.minimum(my_begin + (item + 1) * my_span, my_end), mask=inside)
-            tl.store(cell + 3, part + my_shared + item, mask=inside)
+            tl.store(cell + 1, my_slot, mask=inside)
+            tl.store(cell + 2, my_begin + item * my_span, mask=inside)
+            tl.store(cell + 3, tl.minimum(my_begin + (item + 1) * my_span, my_end), mask=inside)
+            tl.store(cell + 4, tl.where(my_shared + my_count == 1, -1, part + my_shared + item), mask=inside)
 
 
 def schedule_decode(
     into: DecodeSchedule,
     context_lens: Tensor,
+    row_slots: Tensor,
     page_tokens: int,
     q_heads: int,
     kv_heads: int,
     groups: Groups | None = None,
     window: int = 0,
-    target_programs: int = 1056,
+    target_programs: int = TARGET_PROGRAMS,
     min_span: int = 128,
     shared_block_m: int = 128,
 ) -> None:
-    """Fill `into` for context_lens, i32 [R] of decode rows (0: padding). One list serves all layers of one window.
+    """Fill `into` for decode rows of context_lens (0: padding) and row_slots, i32 [R] each. One list serves all layers of one window.
 
     target_programs and shared_block_m must equal those of allocate. A windowed list reads no shared pages.
     """
@@ -200,6 +202,7 @@ def schedule_decode(
     budget = triton.cdiv(target_programs, kv_heads)
     _schedule[(max(rows, num_groups),)](
         context_lens,
+        row_slots,
         shared.row_groups if shared is not None else unused,
         shared.starts if shared is not None else unused,
         shared.rows if shared is not None else unused,

@@ -18,12 +18,6 @@ REACH = tl.constexpr(60.0)
 
 
 @triton.jit
-def _better(value, token, other_value, other_token):
-    take = (other_value > value) | ((other_value == value) & (other_token < token))
-    return tl.where(take, other_value, value), tl.where(take, other_token, token)
-
-
-@triton.jit
 def _draw(
     logits,
     tokens,
@@ -44,6 +38,7 @@ def _draw(
     BLOCK: tl.constexpr,
     NOISE: tl.constexpr,
     FILTERED: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     # Program (row, split) scans per_split logits; the last split of a row to arrive merges them all.
     row = tl.program_id(0)
@@ -72,11 +67,11 @@ def _draw(
             x = tl.where(live, x, -INFINITY)
             if NOISE:
                 if (temperature > 0.0) & (tl.max(live.to(tl.int32), 0) > 0):
-                    x += temperature * gumbel(k0, k1, id)
+                    x += temperature * gumbel(k0, k1, id, FAST)
         else:
             if NOISE:
                 if temperature > 0.0:
-                    x += temperature * gumbel(k0, k1, id)
+                    x += temperature * gumbel(k0, k1, id, FAST)
         take = x > value
         value = tl.where(take, x, value)
         token = tl.where(take, id, token)
@@ -161,6 +156,7 @@ def draw(
         BLOCK=block,
         NOISE=noise,
         FILTERED=thresholds is not None,
+        FAST=logits.is_cuda,
         num_warps=warps,
     )
     return tokens

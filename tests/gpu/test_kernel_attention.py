@@ -99,8 +99,8 @@ def test_decode_graph_equals_eager() -> None:
     out = torch.zeros_like(q)
 
     def step() -> None:
-        decode_schedule.schedule_decode(space, case.context_lens, 16, 32, 8)
-        attention_decode(q, case.k_cache, case.v_cache, case.page_table, case.row_slots, space, 0.1, out=out)
+        decode_schedule.schedule_decode(space, case.context_lens, case.row_slots, 16, 32, 8)
+        attention_decode(q, case.k_cache, case.v_cache, case.page_table, space, 0.1, out=out)
 
     step()
     torch.cuda.synchronize()
