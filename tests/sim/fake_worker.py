@@ -48,7 +48,9 @@ def top(prefix: int, width: int) -> tuple[list[int], list[float]]:
 
 
 class FakeWorker:
-    def __init__(self, replica: str, *, page_tokens: int, num_pages: int, num_slots: int, max_batched: int, max_len: int) -> None:
+    def __init__(
+        self, replica: str, *, page_tokens: int, num_pages: int, num_slots: int, max_batched: int, max_len: int
+    ) -> None:
         self.replica = replica
         self.page_tokens = page_tokens
         self.num_pages = num_pages

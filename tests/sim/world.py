@@ -131,7 +131,8 @@ class World:
         self.gateways: list[Gateway] = []
         self.salts = ["", "", "tenant"]
         self.bases = [
-            [self.random.randrange(VOCABULARY) for _ in range(self.random.randrange(8, self.shape.prompt_len))] for _ in range(4)
+            [self.random.randrange(VOCABULARY) for _ in range(self.random.randrange(8, self.shape.prompt_len))]
+            for _ in range(4)
         ]
         self.counts: dict[str, int] = {}
         self._new_core()
@@ -280,7 +281,8 @@ class World:
         require(message.start == len(stream.scores) + 1, f"scores from {message.start} after {len(stream.scores)}")
         stream.scores += read_f32(message.logprobs).tolist()
         require(message.top_width == stream.sampling.score_width, f"{message.top_width = }")
-        tops = [top(prefix_hash(stream.prompt[: message.start + at]), message.top_width) for at in range(len(message.logprobs) // 4)]
+        ends = range(message.start, message.start + len(message.logprobs) // 4)
+        tops = [top(prefix_hash(stream.prompt[:end]), message.top_width) for end in ends]
         require(read_i32(message.top_ids).tolist() == [each for ids, _ in tops for each in ids], "score alternatives")
 
     # --- events -----------------------------------------------------------------------------------------------------------
@@ -437,9 +439,9 @@ class World:
         if todo and chance < 0.2:
             self.submit_new()
             todo -= 1
-        elif chance < 0.22:
+        elif chance < 0.207:
             self.abort()
-        elif chance < 0.23 and not self.shape.calm:
+        elif chance < 0.217 and not self.shape.calm:
             self.trouble()
         elif chance < 0.60:
             self.execute()
@@ -495,9 +497,14 @@ class World:
             require(length + (stream.max_new > 0) > limit, f"sequence {number} of {length} tokens was refused")
             return
         end_len = min(length + stream.max_new, limit)
-        edits = tuple(tuple(edit) for edit in stream.edits)
+        edits = tuple((edit.token, edit.value, edit.until) for edit in stream.edits)
         expected, error = reference(
-            stream.prompt, end_len, stream.sampling, edits, frozenset(stream.stop_ids), stream.min_new  # type: ignore[arg-type]
+            stream.prompt,
+            end_len,
+            stream.sampling,
+            edits,
+            frozenset(stream.stop_ids),
+            stream.min_new,
         )
         require(stream.output == expected[: len(stream.output)], f"sequence {number}: {stream.output} is not {expected}")
         scores = [score(prefix_hash(stream.prompt[:at]), stream.prompt[at]) for at in range(1, length)]
@@ -505,13 +512,15 @@ class World:
         if stream.end == Finish.ABORT:
             return
         if stream.end == Finish.ERROR and not error:
-            require(self.counts.get("fault", 0) + self.counts.get("death", 0) + self.counts.get("link", 0) > 1, "error without cause")
+            failures = sum(self.counts.get(kind, 0) for kind in ("fault", "death", "link"))
+            require(failures > 1, f"sequence {number} ended with an error after {failures} failures")
             return
         require(stream.output == expected, f"sequence {number} ended early: {stream.output} of {expected}")
         stopped = expected and expected[-1] in stream.stop_ids and len(expected) > stream.min_new
         reason = Finish.ERROR if error else Finish.STOP if stopped else Finish.LENGTH
         require(stream.end == reason, f"sequence {number} ended with {stream.end}, not {reason}")
-        require(stream.sampling.score_width < 0 or len(stream.scores) == length - 1 or error, f"sequence {number}: scores missing")
+        scored = stream.sampling.score_width < 0 or len(stream.scores) == length - 1
+        require(scored or error, f"sequence {number}: scores missing")
 
 
 def prefix_hash(tokens: list[int]) -> int:
