@@ -5,7 +5,7 @@ import sys
 import uvloop
 
 from scheduler.service import serve
-from shared.config import parse_args
+from shared.config import FATAL_EXIT, parse_args
 from shared.observe import setup_logging
 
 
@@ -16,7 +16,7 @@ def main() -> int:
         uvloop.run(serve(config))
     except (OSError, ValueError) as error:  # a port in use, an address that is not loopback, a broken key file
         print(f"scheduler: {error}", file=sys.stderr)
-        return 1
+        return FATAL_EXIT
     return 0
 
 

@@ -71,7 +71,8 @@ class PagePool:
         for page, page_hash in inventory:
             if not 0 < page < self.num_pages:
                 continue
-            if any(page_hash) and page not in self.index.hash_of and page_hash not in self.index.page_of and trusted(page, page_hash):
+            new = page not in self.index.hash_of and page_hash not in self.index.page_of
+            if new and any(page_hash) and trusted(page, page_hash):
                 self.index.restore(page, page_hash)
                 self.cached[page] = None
             elif page not in self.index.hash_of:

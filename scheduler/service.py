@@ -17,6 +17,7 @@ from scheduler.cell import Cell
 from scheduler.commit import Out
 from scheduler.core import Core
 from scheduler.metrics import CellCollector
+from shared import keys
 from shared.codec import Codec
 from shared.config import Config
 from shared.messages import GATEWAY_TO_SCHEDULER, WORKER_TO_SCHEDULER, Reset
@@ -91,7 +92,7 @@ class _Side:
 
 class Service:
     def __init__(self, config: Config, hash_key: bytes) -> None:
-        """Binds both sockets; OSError when one cannot be bound."""
+        """Binds both sockets; OSError when one cannot be bound, ValueError when its keys or address cannot be used."""
         self.cell = new_cell(config, hash_key)
         self.core = Core(self.cell)
         self._loop = asyncio.get_running_loop()
@@ -99,10 +100,12 @@ class Service:
         self._woken = False
         beat_s, silence_s = config.heartbeat_s, config.silence_s
         gateways, workers = _Side(self, self.core.on_gateway), _Side(self, self.core.on_worker)
-        self.gateways = Hub(config.gateway_link, Codec(GATEWAY_TO_SCHEDULER), gateways, heartbeat_s=beat_s, silence_s=silence_s)
+        codec, key = Codec(GATEWAY_TO_SCHEDULER), keys.hub_keys(config.curve_dir, keys.GATEWAY)
+        self.gateways = Hub(config.gateway_link, codec, gateways, heartbeat_s=beat_s, silence_s=silence_s, keys=key)
         try:
-            self.workers = Hub(config.worker_link, Codec(WORKER_TO_SCHEDULER), workers, heartbeat_s=beat_s, silence_s=silence_s)
-        except OSError:
+            codec, key = Codec(WORKER_TO_SCHEDULER), keys.hub_keys(config.curve_dir, keys.WORKER)
+            self.workers = Hub(config.worker_link, codec, workers, heartbeat_s=beat_s, silence_s=silence_s, keys=key)
+        except (OSError, ValueError):
             self.gateways.close()
             raise
 
@@ -156,7 +159,7 @@ async def serve(config: Config) -> None:
     service = Service(config, load_hash_key(key_path(config)))
     registry = CollectorRegistry()
     registry.register(CellCollector(service.cell))
-    serve_metrics(registry, config.metrics_port)
+    serve_metrics(registry, config.metrics_port, config.metrics_host)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -213,7 +213,7 @@ class StepPlan(NamedTuple):
     edits: EDITS  # concatenated in the order of edit_counts; they replace the slot's edits
     history_counts: I32  # [k, 3] of (slot, first position, number of ids): only for slots that need their token history
     history: I32  # those ids, concatenated
-    registrations: REGISTRATIONS  # pages complete after this plan: remembered for the inventory only
+    registrations: REGISTRATIONS  # pages complete after this plan: remembered for the inventory only; hash 0: no more known
     page_copies: I32  # [n, 2] of (from page, to page)
     score_positions: I32  # indexes into tokens whose next-token distribution is wanted ...
     score_targets: I32  # ... and the id whose log-probability is wanted there

@@ -58,6 +58,7 @@ class FakeWorker:
         self.max_batched = max_batched
         self.max_len = max_len
         self.cells: list[int | None] = [None] * (num_pages * page_tokens)
+        self.ids = [0] * (num_pages * page_tokens)  # token of every cell
         self.tables: list[dict[int, int]] = [{} for _ in range(num_slots)]
         self.lengths = [0] * num_slots
         self.lasts: list[int | None] = [None] * num_slots
@@ -197,10 +198,15 @@ class FakeWorker:
                 before, token = writes.pop(cell)
                 previous = 0 if before is None else self.cells[before]
                 self.cells[cell] = cell_hash(-1 if previous is None else previous, token)
+                self.ids[cell] = token
 
     def _prefix(self, slot: int) -> int:
         value = self.cells[self._cell(slot, self.lengths[slot] - 1)]
         return -1 if value is None else value
+
+    def known(self, slot: int) -> list[int]:
+        """The tokens this slot attends to, as its page table shows them."""
+        return [self.ids[self._cell(slot, position)] for position in range(self.lengths[slot])]
 
     def _sample(self, slot: int, prefix: int) -> int:
         sampling, position = self.samplings[slot], self.lengths[slot]
