@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gpu_worker.kernels import adjust_logits, apply_plan, decode_schedule
+from gpu_worker.kernels import adjust_logits, apply_plan, decode_schedule, filter_logits
 from gpu_worker.kernels import sample as sampling
 from gpu_worker.kernels.attention_decode import attention_decode
 from gpu_worker.kernels.attention_prefill import attention_prefill
@@ -43,7 +43,9 @@ def run_decode(
     space = decode_schedule.allocate(rows, q_heads, kv_heads, head, q.device, count, target)
     space.part_values.fill_(float("nan"))
     space.part_sums.fill_(float("nan"))
-    decode_schedule.schedule_decode(space, case.context_lens, case.row_slots, page, q_heads, kv_heads, groups, window, target, min_span)
+    decode_schedule.schedule_decode(
+        space, case.context_lens, case.row_slots, page, q_heads, kv_heads, groups, window, target, min_span
+    )
     cache = (q, case.k_cache, case.v_cache, case.page_table)
     if groups and not window:
         attention_shared(*cache, case.row_slots, space, scale, soft_cap)
@@ -99,9 +101,7 @@ def check_prefill(
     padding = 3  # lines of qkv past the batch hold NaN
     qkv = torch.full((sum(new) + padding, (q_heads + 2 * kv_heads) * head), float("nan"), dtype=dtype, device=device)
     qkv[: sum(new)] = torch.randn((sum(new), qkv.shape[1]), device=device).to(dtype)
-    q, k, v = (
-        part.unflatten(1, (-1, head)) for part in qkv.split([q_heads * head, kv_heads * head, kv_heads * head], 1)
-    )
+    q, k, v = (part.unflatten(1, (-1, head)) for part in qkv.split([q_heads * head, kv_heads * head, kv_heads * head], 1))
     prefixes = case.context_lens
     lens = prefixes + torch.tensor(new, dtype=torch.int32, device=device)
     out = torch.full((sum(new) + padding, q_heads, head), float("nan"), dtype=dtype, device=device)
@@ -194,9 +194,10 @@ def check_sample(logits: Tensor, samplings: list[Sampling], positions: list[int]
     thresholds = None
     if filters:
         asking = [r for r, s in enumerate(samplings) if s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p)]
-        thresholds = sampling.filter_thresholds(
+        thresholds = filter_logits.filter_thresholds(
             logits, torch.tensor(asking, dtype=torch.int64, device=device), slots,
             column["temperature"], column["top_k"], column["top_p"], column["min_p"],
+            filter_logits.FilterSpace(rows, device),
         )  # fmt: skip
     space = sampling.DrawSpace(rows, device)
     out = sampling.draw(logits, slots, where, column["seeds"], column["temperature"], space, thresholds).tolist()

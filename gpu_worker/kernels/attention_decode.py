@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_worker.kernels.decode_schedule import DecodeSchedule
+from gpu_worker.kernels.launch import begin_step_kernel, overlapped
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -41,7 +42,9 @@ def _attention_decode(
     STAGES: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_step_kernel(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     # All at once: the chain of dependent loads before the first key is what a short row waits for.
@@ -106,9 +109,11 @@ def _merge(
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # One program: the GROUP * HEAD neighbouring results of one (row, key head). Line i of the tile merges the parts
     # i, i + PARTS, ..., so no line waits for another before the end.
+    begin_step_kernel(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     start = tl.load(row_parts + row * 2)
@@ -196,11 +201,12 @@ def attention_decode(
         HAS_CAP=soft_cap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps,
+        **overlapped(q),
     )
     if merge:
         width = triton.next_power_of_2(group * head)
         _merge[(rows, kv_heads)](
             out, schedule.row_parts, schedule.part_values, schedule.part_sums, KV_HEADS=kv_heads, GROUP=group, HEAD=head,
-            WIDTH=width, PARTS=8 if width <= 512 else 4, num_warps=4,
+            WIDTH=width, PARTS=8 if width <= 512 else 4, num_warps=8, **overlapped(q),
         )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_worker.kernels.decode_schedule import DecodeSchedule
+from gpu_worker.kernels.launch import begin_step_kernel, overlapped
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -42,7 +43,9 @@ def _attention_shared(
     STAGES: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_step_kernel(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     if item >= tl.load(counts + 1):
@@ -147,4 +150,5 @@ def attention_shared(
         HAS_CAP=soft_cap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps,
+        **overlapped(q),
     )

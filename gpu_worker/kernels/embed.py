@@ -5,9 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+
 
 @triton.jit
-def _embed(input_ids, weight, out, scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(input_ids, weight, out, scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin_step_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -22,5 +25,7 @@ def embed(input_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     out = torch.empty((rows, hidden), dtype=weight.dtype, device=weight.device)
     if rows:
         block = min(triton.next_power_of_2(hidden), 2048)
-        _embed[(rows, triton.cdiv(hidden, block))](input_ids, weight, out, scale, HIDDEN=hidden, BLOCK=block, num_warps=4)
+        _embed[(rows, triton.cdiv(hidden, block))](
+            input_ids, weight, out, scale, HIDDEN=hidden, BLOCK=block, num_warps=4, **overlapped(weight)
+        )
     return out

@@ -5,10 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm(
+    x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
     # One program per row. residual and out are contiguous; x may be a view with a row stride.
+    begin_step_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -30,7 +35,9 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: bool) 
     block = triton.next_power_of_2(hidden)
     if rows:
         warps = min(max(block // 512, 1), 16)
-        _rms_norm[(rows,)](x, residual, weight, out, x.stride(0), eps, HIDDEN=hidden, BLOCK=block, ADD=add, num_warps=warps)
+        _rms_norm[(rows,)](
+            x, residual, weight, out, x.stride(0), eps, HIDDEN=hidden, BLOCK=block, ADD=add, num_warps=warps, **overlapped(x)
+        )
     return out
 
 

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+
 
 @triton.jit
 def _rope_and_store(
@@ -30,10 +32,12 @@ def _rope_and_store(
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # One program: HEADS heads of one token. Heads 0 .. Q-1 are queries, then keys, then values.
     # A head is [first HALF | second HALF | REST]; rotation pairs first[i] with second[i], so a thread that holds both
     # may write in place.
+    begin_step_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     offset = tl.arange(0, HALF_PAD)
@@ -150,6 +154,7 @@ def rope_and_store(
             HEADS=per_program,
             NORM=q_norm is not None,
             num_warps=4,
+            **overlapped(qkv),
         )
     q = qkv[:, : q_heads * head].unflatten(1, (q_heads, head))
     k = qkv[:, q_heads * head : (q_heads + kv_heads) * head].unflatten(1, (kv_heads, head))

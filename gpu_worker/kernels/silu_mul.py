@@ -5,10 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+
 
 @triton.jit
-def _silu_mul(x, out, width, BLOCK: tl.constexpr):
+def _silu_mul(x, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     # x row: [gate: width | up: width], contiguous.
+    begin_step_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -24,5 +27,5 @@ def silu_mul(x: Tensor) -> Tensor:
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         block = min(triton.next_power_of_2(width), 1024 if rows < 64 else 2048)
-        _silu_mul[(rows, triton.cdiv(width, block))](x, out, width, BLOCK=block, num_warps=4)
+        _silu_mul[(rows, triton.cdiv(width, block))](x, out, width, BLOCK=block, num_warps=4, **overlapped(x))
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+
 
 @triton.jit
 def _skinny_linear(
@@ -26,8 +28,10 @@ def _skinny_linear(
     SILU: tl.constexpr,
     RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Lines of the weight [outputs (twice that with SILU: gates, then ups), INPUTS], contiguous.
+    begin_step_kernel(PDL)
     line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = line < outputs
     column = tl.arange(0, BLOCK_K)
@@ -69,7 +73,7 @@ def skinny_linear(
     block_n: int = 0,
     block_k: int = 0,
     warps: int = 4,
-    stages: int = 1,
+    stages: int = 0,
 ) -> Tensor:
     """x: [1, K] times weight [N, K] -> [1, N], float32 sums.
 
@@ -80,11 +84,13 @@ def skinny_linear(
     outputs = weight.shape[0] // 2 if silu else weight.shape[0]
     if out is None:
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    block_k = block_k or min(1024, triton.next_power_of_2(inputs))
-    block_n = block_n or (4 if silu else 8)
+    stages = stages or (3 if outputs <= 4096 and not silu else 4)
+    if not block_n:
+        # Measured on an H200: long tiles for few outputs, square ones for many.
+        block_n, block_k = (8, 512) if outputs <= 4096 and not silu else (16, 256)
     _skinny_linear[(triton.cdiv(outputs, block_n),)](
         x, weight, gain if gain is not None else x, residual if residual is not None else x, out, outputs, eps,
         INPUTS=inputs, BLOCK_N=block_n, BLOCK_K=block_k, NORM=gain is not None, SILU=silu,
-        RESIDUAL=residual is not None, STAGES=stages, num_warps=warps,
+        RESIDUAL=residual is not None, STAGES=stages, num_warps=warps, **overlapped(x),
     )  # fmt: skip
     return out

@@ -22,7 +22,9 @@ def test_decode_shapes(head: int, page: int) -> None:
         edges = [1, 0, page - 1, page, page + 1, 2 * page, 63, 64, 65, 127, 128, 129]
         lengths = edges + [generator.randint(1, 5000) for _ in range(8)]
         generator.shuffle(lengths)
-        checks.check_decode(lengths, q_heads, kv_heads, head, page, BF16, "cuda", target=generator.choice([8, 300, 2000]), seed=number)
+        checks.check_decode(
+            lengths, q_heads, kv_heads, head, page, BF16, "cuda", target=generator.choice([8, 300, 2000]), seed=number
+        )
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
@@ -41,7 +43,9 @@ def test_decode_soft_cap() -> None:
     checks.check_decode([1000, 50, 17], 8, 4, 256, 16, BF16, "cuda", soft_cap=2.0, target=40)
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads", "head", "page"), [(32, 8, 128, 16), (12, 4, 80, 32), (5, 1, 64, 64), (4, 4, 256, 16)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head", "page"), [(32, 8, 128, 16), (12, 4, 80, 32), (5, 1, 64, 64), (4, 4, 256, 16)]
+)
 def test_decode_groups(q_heads: int, kv_heads: int, head: int, page: int) -> None:
     groups = [(2, 3), (70, 17), (5, 1), (3, 0)]
     generator = random.Random(head)
