@@ -2,19 +2,17 @@
 
 import argparse
 import asyncio
-import dataclasses
 import json
-import os
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from quire import machine
-from quire.supervisor import Role, Supervisor
+from quire import machine, roles
+from quire.supervisor import Supervisor
 from shared import config as settings
-from shared import model_folder, model_store
+from shared import model_folder
 from shared.config import FATAL_EXIT, BadConfig, Config
 from shared.model_folder import ModelError
 
@@ -34,7 +32,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code. A start that cannot succeed prints one line."""
     try:
         config = settings.load(_with_model(parsed))
-        config, folder = _prepare(config)
+        if reason := machine.why_not_bound(config.host, config.port):
+            raise BadConfig(f"cannot listen on {config.host} port {config.port}: {reason}")
+        config, folder = roles.prepare(config)
         return asyncio.run(_serve(config, folder))
     except (BadConfig, ModelError) as error:
         print(f"quire: error: {error}", file=sys.stderr)
@@ -51,57 +51,13 @@ def _with_model(parsed: argparse.Namespace) -> argparse.Namespace:
     return parsed
 
 
-def _prepare(config: Config) -> tuple[Config, Path]:
-    """The settings every role gets: a folder for the model, its name, real ports. What can be refused is refused here."""
-    if reason := machine.why_not_bound(config.host, config.port):
-        raise BadConfig(f"cannot listen on {config.host} port {config.port}: {reason}")
-    if config.tensor_parallel_size > 1:
-        raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: only 1 is built so far")
-    folder = model_store.resolve(config.model, config.cache_dir).resolve()
-    model_folder.check(folder, weights=not config.dummy_weights)
-    port, gateways, workers = machine.free_ports(3)
-    default = Config()
-    return dataclasses.replace(
-        config,
-        model=str(folder),
-        served_model_name=config.served_model_name or model_store.default_name(config.model),
-        port=config.port or port,
-        gateway_link=_own(config.gateway_link, default.gateway_link, gateways),
-        worker_link=_own(config.worker_link, default.worker_link, workers),
-    ), folder
-
-
-def _own(link: str, default: str, port: int) -> str:
-    """A link address that was not chosen by a person gets a free port, so that two servers fit on one machine."""
-    return f"tcp://127.0.0.1:{port}" if link == default else link
-
-
-def make_roles(config: Config) -> list[Role]:
-    """The processes of this machine. They read only their flags: our environment is already in config."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-    environment["PYTHONUNBUFFERED"] = "1"
-    root = str(Path(__file__).resolve().parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-
-    def role(module: str, name: str, **more: str) -> Role:
-        flags = settings.to_flags(dataclasses.replace(config, name=config.name or name))
-        return Role(name, [sys.executable, "-m", module, *flags], environment | more)
-
-    gpus = [] if config.device == "cpu" else machine.gpu_ids()
-    if not gpus and config.device == "cuda":
-        raise BadConfig("device = 'cuda': this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
-    workers = [role("gpu_worker", f"gpu_worker-{gpu}", CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus]
-    workers = workers or [role("gpu_worker", "gpu_worker", CUDA_VISIBLE_DEVICES="")]
-    return [role("scheduler", "scheduler"), *workers, role("gateway", "gateway")]
-
-
 async def _serve(config: Config, folder: Path) -> int:
     """Run the roles until a signal or a role that cannot be kept alive."""
     started = time.monotonic()
-    roles = make_roles(config)
+    processes = roles.make_roles(config, gateway=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    supervisor = Supervisor(roles, say=_say)
+    supervisor = Supervisor(processes, say=_say)
 
     def on_signal() -> None:
         if stop.is_set():
@@ -110,7 +66,7 @@ async def _serve(config: Config, folder: Path) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    _say(f"starting {', '.join(role.name for role in roles)}; the model is {config.served_model_name} from {folder}")
+    _say(f"starting {', '.join(role.name for role in processes)}; the model is {config.served_model_name} from {folder}")
     announcer = asyncio.create_task(_announce(config, folder, supervisor, started))
     stopped = asyncio.create_task(stop.wait())
     try:

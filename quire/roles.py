@@ -1,0 +1,55 @@
+"""What has to run on this machine for one model: its folder, its addresses, and one process per role."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from quire import machine
+from quire.supervisor import Role
+from shared import config as settings
+from shared import model_folder, model_store
+from shared.config import BadConfig, Config
+
+
+def prepare(config: Config) -> tuple[Config, Path]:
+    """The settings every role gets: a folder for the model, its name, real ports. BadConfig or ModelError says what is wrong."""
+    if config.tensor_parallel_size > 1:
+        raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: only 1 is built so far")
+    folder = model_store.resolve(config.model, config.cache_dir).resolve()
+    model_folder.check(folder, weights=not config.dummy_weights)
+    port, gateways, workers = machine.free_ports(3)
+    default = Config()
+    ready = dataclasses.replace(
+        config,
+        model=str(folder),
+        served_model_name=config.served_model_name or model_store.default_name(config.model),
+        port=config.port or port,
+        gateway_link=_own(config.gateway_link, default.gateway_link, gateways),
+        worker_link=_own(config.worker_link, default.worker_link, workers),
+    )
+    return ready, folder
+
+
+def _own(link: str, default: str, port: int) -> str:
+    """A link address that was not chosen by a person gets a free port, so that two servers fit on one machine."""
+    return f"tcp://127.0.0.1:{port}" if link == default else link
+
+
+def make_roles(config: Config, *, gateway: bool) -> list[Role]:
+    """The processes of this machine. They read only their flags: the environment of this process is already in config."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    root = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    environment["PYTHONUNBUFFERED"] = "1"
+
+    def role(module: str, name: str, **more: str) -> Role:
+        flags = settings.to_flags(dataclasses.replace(config, name=config.name or name))
+        return Role(name, [sys.executable, "-m", module, *flags], environment | more)
+
+    gpus = [] if config.device == "cpu" else machine.gpu_ids()
+    if not gpus and config.device == "cuda":
+        raise BadConfig("device = 'cuda': this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
+    workers = [role("gpu_worker", f"gpu_worker-{gpu}", CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus]
+    workers = workers or [role("gpu_worker", "gpu_worker", CUDA_VISIBLE_DEVICES="")]
+    return [role("scheduler", "scheduler"), *workers, *([role("gateway", "gateway")] if gateway else [])]
