@@ -150,7 +150,7 @@ def check_rope(
     untouched = [cache.clone() for cache in caches]
     qkv = torch.randn((tokens, (q_heads + 2 * kv_heads) * head), device=device).to(dtype)
     before = qkv.clone().unflatten(1, (-1, head))
-    cells = (torch.randperm((pages - 1) * page)[:tokens] + page).to(device)
+    cells = (torch.randperm((pages - 1) * page - 1)[:tokens] + page).to(device)
     cells[0] = pages * page - 1
     cells[-1] = 5  # padding writes to page 0
     positions = torch.randint(0, 50, (tokens,), dtype=torch.int32, device=device)
