@@ -124,3 +124,4 @@ async def _until_stopped(session: Session, site: web.TCPSite) -> None:
     for task in (idle, again):
         task.cancel()
     log.info("stopping", extra={"running": len(session.runs)})
+    session.stop()

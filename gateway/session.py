@@ -214,8 +214,7 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for run in list(self.runs):
-            run.fail(Unavailable("The server stops", code="server_stopped"))
+        self.stop()
         if self._link is not None:
             self._link.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -223,6 +222,11 @@ class Session:
         if self._template is not None:
             await self._template.close()
         self.model.tokenizer.close()
+
+    def stop(self) -> None:
+        """End every request under way with an error."""
+        for run in list(self.runs):
+            run.fail(Unavailable("The server stops", code="server_stopped"))
 
     # --- readiness
 

@@ -12,7 +12,7 @@ from gateway.pieces import ALPHABET
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% if m.tool_calls is defined %}{% for c in m.tool_calls %}<{{ c.function.name }}:{{ c.function.arguments | tojson }}>"
-    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 WORDS = ["ABC", "DEF", "GHI", "XYZ", " Paris", "Hello", " world", "ab", "\u201c", " a"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<end>"]
