@@ -13,7 +13,7 @@ from shared.config import BadConfig, Config
 
 
 def prepare(config: Config) -> tuple[Config, Path]:
-    """The settings every role gets: a folder for the model, its name, real ports. BadConfig or ModelError says what is wrong."""
+    """The settings every role gets: a folder for the model, its name, real ports. BadConfig or ModelError says what fails."""
     if config.tensor_parallel_size > 1:
         raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: only 1 is built so far")
     folder = model_store.resolve(config.model, config.cache_dir).resolve()
