@@ -72,18 +72,22 @@ def _commit_tokens(cell: Cell, replica: Replica, flight: Flight, done: StepDone)
     tokens = read_i32(done.tokens).tolist()
     looks: list[tuple[Sequence, int]] = []  # end reached, stop id, or a page to index
     stale = 0
+    outbox: Outbox | None = None
     for seq, generation, token in zip(flight.sequences, flight.generations, tokens, strict=True):
         if seq.generation != generation:
             stale += 1
             continue
+        if seq.outbox is not outbox:
+            outbox = seq.outbox
+            add_id, add_index, add_token = outbox.ids.append, outbox.indexes.append, outbox.tokens.append
         known = seq.tokens
-        outbox = seq.outbox
+        num_known = len(known)
         if token >= 0:
-            outbox.indexes.append(len(known) - seq.num_prompt)
+            add_index(num_known - seq.num_prompt)
+            add_id(seq.id)
+            add_token(token)
             known.append(token)
-            outbox.ids.append(seq.id)
-            outbox.tokens.append(token)
-        if token in seq.stop_ids or len(known) >= seq.check_at or token < 0:
+        if num_known + 1 >= seq.check_at or token in seq.stop_ids or token < 0:
             looks.append((seq, token))
     cell.counters.stale_rows += stale
     cell.counters.generated_tokens += len(tokens) - stale

@@ -1,7 +1,8 @@
 """Order of decode rows: rows that share leading pages stand together, so attention reads the shared pages once."""
 
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,22 +30,25 @@ def num_shared(first: list[int], other: list[int], limit: int) -> int:
     return low
 
 
-def arrange(decoding: Iterable["Sequence"]) -> tuple[list["Sequence"], bytes]:
+def group_page(seq: "Sequence") -> int:
+    """Sequences with the same one share at least MIN_SHARED_PAGES pages; 0: it has too few pages to share."""
+    pages = seq.pages
+    return pages[MIN_SHARED_PAGES - 1] if len(pages) >= MIN_SHARED_PAGES else 0
+
+
+def arrange(decoding: Collection["Sequence"]) -> tuple[list["Sequence"], bytes]:
     """Rows in plan order, and the group_counts column."""
-    by_page: dict[int, list[Sequence]] = {}
+    keys = [seq.group_page for seq in decoding]
+    shared_keys = {page for page, count in Counter(keys).items() if count > 1 and page}
+    if not shared_keys:
+        return list(decoding), b""
+    groups: dict[int, list[Sequence]] = {page: [] for page in shared_keys}
     rest: list[Sequence] = []
-    for seq in decoding:
-        pages = seq.pages
-        if len(pages) < MIN_SHARED_PAGES:
-            rest.append(seq)
-        else:
-            by_page.setdefault(pages[MIN_SHARED_PAGES - 1], []).append(seq)
+    for seq, key in zip(decoding, keys, strict=True):
+        groups.get(key, rest).append(seq)
     rows: list[Sequence] = []
     counts = array("i")
-    for members in by_page.values():
-        if len(members) == 1:
-            rest.append(members[0])
-            continue
+    for members in groups.values():
         first = members[0].pages
         shared = len(first)
         for seq in members:

@@ -65,7 +65,7 @@ def _build(cell: Cell, builder: PlanBuilder, decode: DecodeRows) -> StepPlan | N
 def _grow_decode_rows(cell: Cell, builder: PlanBuilder) -> None:
     """Every decode row has the cell its input token is written to, or it leaves: parked at its end, or preempted."""
     replica = builder.replica
-    due = [seq for seq in replica.decode_rows().sequences if seq.planned == seq.event_at]
+    due = [seq for seq in replica.decoding if seq.planned == seq.event_at]
     if len(due) > 1:
         due.sort(key=lambda seq: seq.order)
     for seq in due:
@@ -113,7 +113,8 @@ def _add_prefills(builder: PlanBuilder, before: Urgency | None, now: float) -> N
 
 def _admit(cell: Cell, builders: dict[Replica, PlanBuilder], now: float) -> None:
     """Bind waiting sequences that can enter one of these plans."""
-    while (choice := _choose(cell, builders, now)) is not None:
+    elsewhere: set[Sequence] = set()  # best where no plan is being made; the others only get fuller in this round
+    while (choice := _choose(cell, builders, elsewhere, now)) is not None:
         seq, place, urgency = choice
         builder = builders[place.replica]
         _add_prefills(builder, urgency, now)
@@ -123,15 +124,22 @@ def _admit(cell: Cell, builders: dict[Replica, PlanBuilder], now: float) -> None
             builder.add_prefill(seq)
 
 
-def _choose(cell: Cell, builders: dict[Replica, PlanBuilder], now: float) -> tuple[Sequence, Place, Urgency] | None:
+def _choose(
+    cell: Cell, builders: dict[Replica, PlanBuilder], elsewhere: set[Sequence], now: float
+) -> tuple[Sequence, Place, Urgency] | None:
     """The first waiting sequence, or a shorter one behind it when it would not fit into its plan anyway."""
     best: tuple[Sequence, Place, Urgency] | None = None
+    if not any(builder.budget > 0 for builder in builders.values()):
+        return None
     for seq in cell.waiting.window():
+        if seq in elsewhere:
+            continue
         place = best_place(cell, seq) or _make_room(cell, builders, seq)
         if place is None:  # nobody passes one that lacks room, or it would wait for ever
             break
         builder = builders.get(place.replica)
         if builder is None or builder.budget <= 0:  # its place has no credit now; it will soon
+            elsewhere.add(seq)
             continue
         num_tokens = len(seq.tokens) - len(place.matched) * place.replica.page_tokens
         urgency = _urgency(seq, num_tokens, now)

@@ -5,7 +5,7 @@ from collections import deque
 from typing import NamedTuple
 
 from scheduler.chunk_budget import ChunkBudget
-from scheduler.groups import arrange
+from scheduler.groups import arrange, group_page
 from scheduler.page_pool import PagePool
 from scheduler.prefix_index import PrefixIndex
 from scheduler.sequence import Sequence
@@ -198,6 +198,7 @@ class Replica:
     def join_decoding(self, seq: Sequence) -> None:
         """Its prefill is dispatched to the end: from the next plan on it has a row in every plan."""
         del self.prefilling[seq]
+        seq.group_page = group_page(seq)
         self.decoding[seq] = None
         self.rows = None
 

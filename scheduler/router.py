@@ -20,7 +20,7 @@ class Place(NamedTuple):
 def has_room(cell: Cell, replica: Replica, seq: Sequence, matched: list[int]) -> bool:
     """It can be bound now, and nobody is expected to be preempted for it."""
     seq.end_len = min(seq.num_prompt + seq.max_new, cell.limit)
-    if seq.end_len > replica.limit or replica.refused is seq:
+    if seq.end_len > replica.limit:
         return False
     pool = replica.pool
     spare = pool.available - pool.num_unowned(matched) - replica.guaranteed_pages
@@ -60,7 +60,7 @@ def best_place(cell: Cell, seq: Sequence) -> Place | None:
     """The cheapest replica with room; None: nowhere now. Not necessarily one that can plan at this moment."""
     best: Place | None = None
     for replica in cell.replicas.values():
-        if replica.draining or not replica.slots:
+        if replica.draining or not replica.slots or replica.refused is seq:
             continue
         matched = replica.match(seq)
         if not has_room(cell, replica, seq, matched):

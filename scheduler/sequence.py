@@ -33,6 +33,7 @@ class Sequence:
         "end_len",
         "event_at",
         "generation",
+        "group_page",
         "hashes",
         "id",
         "max_new",
@@ -104,6 +105,7 @@ class Sequence:
         self.prefill_len = 0
         self.planned = len(self.tokens)
         self.num_registered = 0
+        self.group_page = 0  # of decode rows: see groups.group_page
         self.private = False  # met an identical page: registers nothing more
         self.event_at = 0  # value of planned at which the planner must look: page full or end reached
         self.check_at = 0  # value of known at which the commit must look: page to register or end reached
