@@ -43,13 +43,14 @@ def make_roles(config: Config, *, gateway: bool) -> list[Role]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     environment["PYTHONUNBUFFERED"] = "1"
 
-    def role(module: str, name: str, **more: str) -> Role:
-        flags = settings.to_flags(dataclasses.replace(config, name=config.name or name))
-        return Role(name, [sys.executable, "-m", module, *flags], environment | more)
+    def role(module: str, name: str, number: int = 0, **more: str) -> Role:
+        metrics_port = config.metrics_port + number if config.metrics_port else 0  # one each: scheduler, worker, worker, ...
+        own = dataclasses.replace(config, name="-".join(filter(None, (config.name, name))), metrics_port=metrics_port)
+        return Role(name, [sys.executable, "-m", module, *settings.to_flags(own)], environment | more)
 
     gpus = [] if config.device == "cpu" else machine.gpu_ids()
     if not gpus and config.device == "cuda":
         raise BadConfig("device = 'cuda': this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
-    workers = [role("gpu_worker", f"gpu_worker-{gpu}", CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus]
-    workers = workers or [role("gpu_worker", "gpu_worker", CUDA_VISIBLE_DEVICES="")]
+    workers = [role("gpu_worker", f"gpu_worker-{gpu}", 1 + place, CUDA_VISIBLE_DEVICES=gpu) for place, gpu in enumerate(gpus)]
+    workers = workers or [role("gpu_worker", "gpu_worker", 1, CUDA_VISIBLE_DEVICES="")]
     return [role("scheduler", "scheduler"), *workers, *([role("gateway", "gateway")] if gateway else [])]

@@ -79,7 +79,8 @@ async def _serve(config: Config, folder: Path) -> int:
             return FATAL_EXIT
         _say("draining: streams may end, nothing new is accepted; Ctrl-C again ends at once")
         await supervisor.stop(["gateway"], DRAIN_S)
-        await supervisor.stop([name for name in supervisor.roles if name != "gateway"], END_S)
+        await supervisor.stop([name for name in supervisor.roles if name not in ("gateway", "scheduler")], END_S)
+        await supervisor.stop(["scheduler"], END_S)
         return 0
     finally:
         announcer.cancel()
