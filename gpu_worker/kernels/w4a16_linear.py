@@ -18,8 +18,6 @@ SKINNY_ROWS = 64
 UNPACK_ROWS = 768
 UNPACK_ELEMENTS = 2**24  # of a slice of W: 32 MB
 PLANE = tl.constexpr(32)
-TOP_BF16 = tl.constexpr(0x4300)  # the bits of 128: its low four bits count ones
-TOP_F16 = tl.constexpr(0x6400)  # the bits of 1024: likewise
 
 # Two 16-bit words at once: plane j of both, as 128 + code (bf16) or 1024 + code (float16), minus (128 or 1024) + zero.
 _BF16 = "{{ .reg .b32 t; shr.u32 t, $1, {}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.bf16x2 $0, t, $2; }}"
@@ -31,33 +29,26 @@ _F16_2, _F16_3 = tl.constexpr(_F16.format(8)), tl.constexpr(_F16.format(12))
 
 
 @triton.jit
-def _zero_offset(zeros, at, inside, BITS: tl.constexpr, DTYPE: tl.constexpr, HAS_ZEROS: tl.constexpr, BN: tl.constexpr):
-    """[BN]: what to subtract from the codes of one group as `_plane` makes them."""
+def _offset(zeros, at, inside, BITS: tl.constexpr, TOP: tl.constexpr, HAS_ZEROS: tl.constexpr, BN: tl.constexpr):
+    """f32[BN]: TOP + the zero point of one group."""
     if HAS_ZEROS:
         zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
     else:
         zero = tl.full((BN,), 1 << (BITS - 1), tl.float32)
-    if BITS == 4 and DTYPE == tl.bfloat16:
-        zero += 128.0
-    if BITS == 4 and DTYPE == tl.float16:
-        zero += 1024.0
-    return zero.to(DTYPE)
+    return zero + TOP
 
 
 @triton.jit
-def _plane(words, zero, J: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """words i16[BN, 32], zero [BN] -> the codes of plane J minus the zero point, exact, as DTYPE [BN, 32]."""
-    if BITS == 8:
-        return ((words >> (8 * J)) & 0xFF).to(DTYPE) - zero[:, None]
+def _plane(words, offset, J: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """words i16[BN, 32] -> the codes of plane J minus the zero point, exact, as DTYPE [BN, 32].
+
+    offset [BN]: the zero point as float32, or with ASM, 128 (bf16) or 1024 (float16) more than it as DTYPE.
+    """
     if ASM:
-        return _plane_asm(words, tl.broadcast_to(zero[:, None], words.shape), J, DTYPE)
-    codes = (words >> (4 * J)) & 0xF
-    if DTYPE == tl.bfloat16:
-        return (codes | TOP_BF16).to(tl.int16).to(tl.bfloat16, bitcast=True) - zero[:, None]
-    elif DTYPE == tl.float16:
-        return (codes | TOP_F16).to(tl.int16).to(tl.float16, bitcast=True) - zero[:, None]
+        return _plane_asm(words, tl.broadcast_to(offset[:, None], words.shape), J, DTYPE)
     else:
-        return codes.to(DTYPE) - zero[:, None]
+        codes = (words >> (BITS * J)) & ((1 << BITS) - 1)
+        return (codes.to(tl.float32) - offset[:, None]).to(DTYPE)
 
 
 @triton.jit
@@ -92,25 +83,29 @@ def _int_linear(
     # RUN: planes of a block that share a scale. Programs of one tile: SPLIT runs of blocks.
     PLANES: tl.constexpr = 16 // BITS
     dtype: tl.constexpr = x.dtype.element_ty
+    TOP: tl.constexpr = 0 if not ASM else (128 if dtype == tl.bfloat16 else 1024)
     pid_m, pid_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, n, i = pid_m * BM + tl.arange(0, BM), pid_n * BN + tl.arange(0, BN), tl.arange(0, PLANE)
     m_inside, n_inside = m < M, n < N
     x_row = x + m.to(tl.int64)[None, :] * x_stride
-    word = words + n[:, None] * PLANE + i[None, :]
+    first = part * tl.cdiv(blocks, SPLIT)
+    word = words + (first.to(tl.int64) * N + n)[:, None] * PLANE + i[None, :]
     total = tl.zeros((BN, BM), tl.float32)
-    per_part = tl.cdiv(blocks, SPLIT)
-    for block in range(part * per_part, tl.minimum((part + 1) * per_part, blocks)):
-        packed = tl.load(word + block.to(tl.int64) * N * PLANE, mask=n_inside[:, None], other=0)
+    for block in range(first, tl.minimum(first + tl.cdiv(blocks, SPLIT), blocks)):
+        packed = tl.load(word, mask=n_inside[:, None], other=0)
+        word += N * PLANE
         for run in tl.static_range(PLANES // RUN):
             start = (block * PLANES + run * RUN) * PLANE
             at = (start // group) * N + n
-            zero = _zero_offset(zeros, at, n_inside, BITS, dtype, HAS_ZEROS, BN)
+            offset = _offset(zeros, at, n_inside, BITS, TOP, HAS_ZEROS, BN).to(dtype if ASM else tl.float32)
             of_group = tl.zeros((BN, BM), tl.float32)
             for j in tl.static_range(RUN):
                 k = start + j * PLANE + i
-                inside = m_inside[None, :] & ((k < K)[:, None] | EVEN_K)
-                x_tile = tl.load(x_row + k[:, None], mask=inside, other=0.0)
-                weight = _plane(packed, zero, run * RUN + j, BITS, dtype, ASM)
+                if EVEN_K:
+                    x_tile = tl.load(x_row + k[:, None], mask=m_inside[None, :], other=0.0)
+                else:
+                    x_tile = tl.load(x_row + k[:, None], mask=m_inside[None, :] & (k < K)[:, None], other=0.0)
+                weight = _plane(packed, offset, run * RUN + j, BITS, dtype, ASM)
                 of_group = tl.dot(weight, x_tile, of_group, input_precision="ieee")
             scale = tl.load(scales + at, mask=n_inside, other=0.0).to(tl.float32)
             total += of_group * scale[:, None]
@@ -120,35 +115,102 @@ def _int_linear(
 
 @triton.jit
 def _unpack(
-    words, scales, zeros, out, first, N, group, columns,
+    words, scales, zeros, out, first, rows, N, group, columns,
     BITS: tl.constexpr, BN: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    # Rows first .. first + gridDim.0 * BN of W, unpacked into out [rows, columns]: exact products, rounded once.
+    # Rows first .. first + rows of W [N, columns], unpacked into out [rows, columns]: exact products, rounded once.
     PLANES: tl.constexpr = 16 // BITS
     block = tl.program_id(1)
     row, i = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, PLANE)
     n = first + row
-    inside = n < N
+    inside = row < rows
     packed = tl.load(words + (block.to(tl.int64) * N + n)[:, None] * PLANE + i[None, :], mask=inside[:, None], other=0)
     for j in tl.static_range(PLANES):
         start = (block * PLANES + j) * PLANE
         at = (start // group) * N + n
         scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-        zero = _zero_offset(zeros, at, inside, BITS, tl.float32, HAS_ZEROS, BN)
-        weight = _plane(packed, zero, j, BITS, tl.float32, False) * scale[:, None]
+        offset = _offset(zeros, at, inside, BITS, 0, HAS_ZEROS, BN)
+        weight = _plane(packed, offset, j, BITS, tl.float32, False) * scale[:, None]
         column = start + i
         cell = row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(out + cell, weight.to(out.dtype.element_ty), mask=inside[:, None] & (column < columns)[None, :])
 
 
-def unpack_rows(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, first: int, out: Tensor
-) -> Tensor:
-    """Fill out [rows, columns] with rows first .. first + rows of W."""
+def unpack_rows(words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, first: int, out: Tensor) -> None:
+    """Fill out [rows, columns] with rows first .. first + rows of W; columns beyond W's own get what fills up its last block."""
     rows, columns = out.shape
-    grid = (triton.cdiv(rows, 16), triton.cdiv(columns, PLANE.value * (16 // bits)))
+    grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 32 * (16 // bits)))
     has_zeros = zeros is not None
-    # Rows past out's end are masked by N: the slice ends there.
-    limit = first + rows
-    _unpack_launch(grid, words, scales, zeros if has_zeros else scales, out, first, limit, words.shape[1], group, bits, has_zeros)
+    _unpack[grid](
+        words, scales, zeros if has_zeros else scales, out, first, rows, words.shape[1], group, columns,
+        BITS=bits, BN=16, HAS_ZEROS=has_zeros, num_warps=4,
+    )  # fmt: skip
+
+
+def w4a16_linear(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    bits: int,
+    bias: Tensor | None = None,
+    unpack_rows_from: int = UNPACK_ROWS,
+) -> Tensor:
+    """x [M, K] bf16, f16 or f32, columns in the order of the words, rows contiguous -> [M, N] of x's dtype.
+
+    words i16[blocks, N, 32], K <= blocks * 32 * 16 / bits; scales [G, N], zeros u8[G, N], group: columns per scale.
+    """
+    rows = x.shape[0]
+    out = torch.empty((rows, words.shape[1]), dtype=x.dtype, device=x.device)
+    if rows > unpack_rows_from:
+        _unpacked(x, words, scales, zeros, group, bits, bias, out)
+    elif rows:
+        _fused(x, words, scales, zeros, group, bits, bias, out, _shape(rows))
     return out
+
+
+def _unpacked(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, bias: Tensor | None, out: Tensor
+) -> None:
+    n, k = out.shape[1], x.shape[1]
+    step = max(UNPACK_ELEMENTS // k // 16 * 16, 16)
+    slice_of_w = torch.empty((min(step, n), k), dtype=x.dtype, device=x.device)
+    for first in range(0, n, step):
+        weight = slice_of_w[: min(step, n - first)]
+        unpack_rows(words, scales, zeros, group, bits, first, weight)
+        part = out[:, first : first + step]
+        if bias is None:
+            torch.mm(x, weight.t(), out=part)
+        else:
+            torch.addmm(bias[first : first + step], x, weight.t(), out=part)
+
+
+def _shape(rows: int) -> dict[str, int]:
+    """Tile sizes and launch options of this many rows of x."""
+    if rows <= 16:
+        return {"BM": 16, "BN": 64, "num_warps": 4, "num_stages": 4}
+    if rows <= 32:
+        return {"BM": 32, "BN": 128, "num_warps": 4, "num_stages": 4}
+    if rows <= SKINNY_ROWS:
+        return {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 3}
+    return {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 3}
+
+
+def _fused(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, bias: Tensor | None, out: Tensor,
+    shape: dict[str, int], asm: bool | None = None,
+) -> None:  # fmt: skip
+    (m, k), (blocks, n, _) = x.shape, words.shape
+    planes = 16 // bits
+    tiles = triton.cdiv(m, shape["BM"]) * triton.cdiv(n, shape["BN"])
+    split = choose_split(tiles, blocks, x.device) if m <= SKINNY_ROWS else 1
+    parts = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else out
+    on_gpu = x.device.type == "cuda"
+    asm = on_gpu and bits == 4 and x.dtype in (torch.bfloat16, torch.float16) if asm is None else asm
+    _int_linear[(triton.cdiv(m, shape["BM"]), triton.cdiv(n, shape["BN"]), split)](
+        x, words, scales, scales if zeros is None else zeros, out if bias is None else bias, out, parts, counters(x.device),
+        x.stride(0), m, n, k, blocks, group,
+        BITS=bits, RUN=min(group // 32, planes), SPLIT=split, EVEN_K=k == blocks * 32 * planes, HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None, ASM=asm, **shape,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from gpu_worker.quant.scheme import Activations, Json, QuantSpec, Scheme, choose
 from gpu_worker.quant.weights import ByteWeight
 from shared.model_folder import ModelError
 
+AT_LOAD = "fp8 at load"  # the method of a checkpoint that is not quantized
 LARGEST = 448.0  # of float8_e4m3fn
 TINY = torch.finfo(torch.float32).tiny  # smallest scale: a smaller one would overflow its inverse
 NAMES = ("weight", "weight_scale_inv", "weight_scale", "input_scale")
@@ -49,7 +50,7 @@ def read_config(config: Json) -> QuantSpec:
 def at_load() -> QuantSpec:
     """What `quantize` makes: a scale per row of a weight, a scale per row of its input."""
     scheme = Scheme(layout="plain", kind="float", bits=8, granularity="channel", activations=_PER_TOKEN)
-    return QuantSpec("fp8-at-load", ((path_part(["lm_head"]), None), (everything, scheme)))
+    return QuantSpec(AT_LOAD, ((path_part(["lm_head"]), None), (everything, scheme)))
 
 
 def read_weight(scheme: Scheme, tensors: Mapping[str, Tensor]) -> ByteWeight:
