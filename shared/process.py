@@ -1,9 +1,12 @@
-"""Child processes that cannot outlive their parent."""
+"""Child processes that cannot outlive their parent, and locks between processes."""
 
 import ctypes
+import fcntl
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only; elsewhere children are merely asked to end
@@ -21,3 +24,15 @@ def dies_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return in_child
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Hold an exclusive lock file. The kernel frees it when the last process that inherited the descriptor ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -14,6 +14,7 @@ import pytest
 
 from shared import model_folder, model_store
 from shared.model_folder import ModelError, fingerprint
+from shared.process import locked
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}
 
@@ -207,12 +208,12 @@ def test_a_lock_is_freed_when_its_holder_is_killed(tmp_path: Path) -> None:
     holder.kill()
     holder.join()
     started = time.monotonic()
-    with model_store._lock(lock):
+    with locked(lock):
         assert time.monotonic() - started < 1
 
 
 def hold(lock: Path) -> None:
-    with model_store._lock(lock):
+    with locked(lock):
         (lock.parent / "held").touch()
         time.sleep(60)
 
