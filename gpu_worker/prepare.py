@@ -22,13 +22,17 @@ def make_batch(plan: StepPlan, slots: Slots) -> Batch:
     device = slots.device
     num_prefill = plan.num_chunk + plan.num_last
     row_slots = np.frombuffer(plan.row_slots, np.int32)
+    if len(plan.row_lens) != 4 * num_prefill:
+        raise BadPlan(f"plan {plan.step} has {len(plan.row_lens) // 4} lengths for {num_prefill} prefill rows")
     query_lens = np.ones(len(row_slots), np.int32)
     query_lens[:num_prefill] = np.frombuffer(plan.row_lens, np.int32)
     starts = np.zeros(len(row_slots) + 1, np.int32)
     np.cumsum(query_lens, out=starts[1:])
+    _check_rows(plan, row_slots, query_lens, slots)
     before = slots.host_lengths[row_slots]
     context_lens = before + query_lens
-    _check(plan, row_slots, query_lens, context_lens, slots)
+    if context_lens.max(initial=0) > slots.max_model_len:
+        raise BadPlan(f"plan {plan.step} makes a slot {context_lens.max()} tokens long, the limit is {slots.max_model_len}")
     slots.host_lengths[row_slots] = context_lens
 
     row_of_token = np.repeat(np.arange(len(row_slots)), query_lens)
@@ -65,18 +69,14 @@ def make_batch(plan: StepPlan, slots: Slots) -> Batch:
     )
 
 
-def _check(plan: StepPlan, row_slots: IntArray, query_lens: IntArray, context_lens: IntArray, slots: Slots) -> None:
+def _check_rows(plan: StepPlan, row_slots: IntArray, query_lens: IntArray, slots: Slots) -> None:
     num_rows = plan.num_chunk + plan.num_last + plan.num_decode
     if len(row_slots) != num_rows:
         raise BadPlan(f"plan {plan.step} names {len(row_slots)} slots for {num_rows} rows")
-    if num_rows and not 0 < row_slots.min() <= row_slots.max() < slots.num_slots:
-        raise BadPlan(
-            f"plan {plan.step} names slots {row_slots.min()} to {row_slots.max()}, this worker has 1 to {slots.num_slots - 1}"
-        )
-    if num_rows and (query_lens.min() < 1 or context_lens.max() > slots.max_model_len):
-        raise BadPlan(f"plan {plan.step} makes a slot {context_lens.max()} tokens long, the limit is {slots.max_model_len}")
+    if num_rows and not (row_slots.min() > 0 and row_slots.max() < slots.num_slots):
+        raise BadPlan(f"plan {plan.step} names slot {row_slots.min()} or {row_slots.max()}, there are 1 to {slots.num_slots - 1}")
     num_tokens = int(query_lens.sum()) - plan.num_decode
-    if len(plan.tokens) != 4 * num_tokens:
+    if query_lens.min(initial=1) < 1 or len(plan.tokens) != 4 * num_tokens:
         raise BadPlan(f"plan {plan.step} has {len(plan.tokens) // 4} tokens for prefill rows of {num_tokens}")
 
 

@@ -25,13 +25,13 @@ def attention(
     soft_cap: float,
 ) -> Tensor:
     """See Ops.attention."""
-    pool_pages, kv_heads, page_tokens, head_dim = k_cache.shape
-    geometry = Geometry(pool_pages, kv_heads, page_tokens, window, q.dtype)
+    _, kv_heads, page_tokens, head_dim = k_cache.shape
+    keys, page_rows = _pool(k_cache)
+    values, _ = _pool(v_cache)
+    geometry = Geometry(page_rows, kv_heads, page_tokens, window, q.dtype)
     layout: Layout | None = batch.memo.get(geometry)
     if layout is None:
         layout = batch.memo[geometry] = make_layout(batch, page_table.numpy(), geometry)
-    keys = k_cache.transpose(0, 1).reshape(kv_heads * pool_pages, page_tokens * head_dim)  # a view in the CPU's own order
-    values = v_cache.transpose(0, 1).reshape(kv_heads * pool_pages, page_tokens * head_dim)
     q = q.view(q.shape[0], kv_heads, -1, head_dim)
     out = torch.empty(q.shape, dtype=q.dtype)
     for part in layout.prefill:
@@ -39,6 +39,18 @@ def attention(
     for rows in layout.decode:
         _put(out, rows.tokens, _decode(rows, q, keys, values, scale, soft_cap))
     return out.flatten(1, 2)
+
+
+def _pool(cache: Tensor) -> tuple[Tensor, int]:
+    """The cache as rows [page_tokens * d] of one head of one page, and the number of rows from one page to the next.
+
+    KVCache's order on a CPU is viewed as it lies: rows of other layers stand between, and no place points to them."""
+    pool_pages, kv_heads, page_tokens, head_dim = cache.shape
+    row = page_tokens * head_dim
+    if cache.stride()[1:] != (row, head_dim, 1) or cache.stride(0) % row:
+        cache = cache.contiguous()
+    page_rows = cache.stride(0) // row
+    return cache.as_strided(((pool_pages - 1) * page_rows + kv_heads, row), (row, 1)), page_rows
 
 
 def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:
@@ -53,7 +65,7 @@ def _put(out: Tensor, tokens: slice | Tensor, values: Tensor) -> None:
 
 
 def _gather(pool: Tensor, pages: Pages, kv_heads: int) -> Tensor:
-    """[rows, kv_heads, keys, d] of a pool [kv_heads * pool pages, page_tokens * d]."""
+    """[rows, kv_heads, keys, d] of a pool of rows [page_tokens * d]."""
     return pool.index_select(0, pages.places).view(pages.num_rows, kv_heads, pages.num_keys, -1)
 
 

@@ -24,7 +24,7 @@ Tokens = slice | Tensor  # neighbours in the batch, or i64[rows * query_len]
 class Pages(NamedTuple):
     """Keys of some rows: num_pages pages each, gathered by (row, head, page)."""
 
-    places: Tensor  # i64[rows * kv_heads * num_pages] into [kv_heads * pool pages]; page 0 where a row has fewer
+    places: Tensor  # i64[rows * kv_heads * num_pages], page * page_rows + head; page 0 where a row has fewer
     num_rows: int
     num_keys: int
 
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    pool_pages: int
+    page_rows: int  # rows [page_tokens * head_dim] of the pool from one page to the next; the first ones are its heads
     kv_heads: int
     page_tokens: int
     window: int
@@ -185,9 +185,8 @@ def _pages(rows: _Rows, members: npt.NDArray[np.int64], skip: int) -> tuple[Page
 
 
 def _gather(pages: npt.NDArray[np.int64], geometry: Geometry) -> Pages:
-    heads = np.arange(geometry.kv_heads)[:, None] * geometry.pool_pages
-    index = pages[:, None, :] + heads
-    return Pages(torch.from_numpy(index.reshape(-1)), len(pages), pages.shape[1] * geometry.page_tokens)
+    places = pages[:, None, :] * geometry.page_rows + np.arange(geometry.kv_heads)[:, None]
+    return Pages(torch.from_numpy(places.reshape(-1)), len(pages), pages.shape[1] * geometry.page_tokens)
 
 
 def _visible(keys: npt.NDArray[Any], queries: npt.NDArray[Any], window: int) -> npt.NDArray[np.bool_]:
