@@ -15,6 +15,7 @@ from gpu_worker.inventory import Inventory
 from gpu_worker.loading import Loaded, load
 from gpu_worker.memory import memory_in_use
 from gpu_worker.steps import Steps
+from shared import keys
 from shared.codec import Codec
 from shared.config import FATAL_EXIT, BadConfig, Config
 from shared.messages import (
@@ -75,6 +76,7 @@ class Service:
             self,
             heartbeat_s=config.heartbeat_s,
             silence_s=config.silence_s,
+            keys=keys.link_keys(config.curve_dir, keys.WORKER),
         )
 
     async def run(self) -> int:
@@ -212,7 +214,7 @@ async def _serve(config: Config) -> int:
         os._exit(0)  # nothing to finish, and a reading thread cannot be interrupted
     stopping.cancel()
     service = Service(config, loading.result())
-    serve_metrics(service.metrics.registry, config.metrics_port)
+    serve_metrics(service.metrics.registry, config.metrics_port, config.metrics_host)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain, f"signal {number.name}")
     return await service.run()
