@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_worker.kernels.decode_schedule import DecodeSchedule
-from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+from gpu_worker.kernels.launch import begin_short_kernel, overlapped, release_next, wait_for_previous
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -44,7 +44,7 @@ def _attention_decode(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin_step_kernel(PDL)
+    wait_for_previous(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     # All at once: the chain of dependent loads before the first key is what a short row waits for.
@@ -86,6 +86,7 @@ def _attention_decode(
         weights, factor, highest, total = update(s, highest, total)
         block = tl.load(v_head + cell, mask=kv_mask, other=0.0)
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
+    release_next(PDL)
     values = values / total[:, None]
 
     if part < 0:
@@ -104,46 +105,42 @@ def _merge(
     row_parts,
     part_values,
     part_sums,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # One program: the GROUP * HEAD neighbouring results of one (row, key head). Line i of the tile merges the parts
-    # i, i + PARTS, ..., so no line waits for another before the end.
-    begin_step_kernel(PDL)
+    # One program, one warp: one query head of one row. Line i of the tile merges the parts i, i + PARTS, ..., so no line
+    # waits for another before the end.
+    begin_short_kernel(PDL)
     row = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    head = tl.program_id(1)
     start = tl.load(row_parts + row * 2)
     parts = tl.load(row_parts + row * 2 + 1)
     if parts < 2:
         return
-    column = tl.arange(0, WIDTH)
-    inside = column < GROUP * HEAD
-    head = kv_head * GROUP + column // HEAD
+    offset = tl.arange(0, HEAD_PAD)
     line = tl.arange(0, PARTS)
-    highest = tl.full([PARTS, WIDTH], MASKED, tl.float32)
-    total = tl.zeros([PARTS, WIDTH], tl.float32)
-    values = tl.zeros([PARTS, WIDTH], tl.float32)
+    highest = tl.full([PARTS], MASKED, tl.float32)
+    total = tl.zeros([PARTS], tl.float32)
+    values = tl.zeros([PARTS, HEAD_PAD], tl.float32)
     for first in range(0, parts, PARTS):
-        valid = (first + line < parts)[:, None] & inside[None, :]
-        place = (start + first + line).to(tl.int64)[:, None]
-        sums = tl.load(part_sums + place * (KV_HEADS * GROUP) + head[None, :], mask=valid, other=MASKED)
-        some = tl.load(
-            part_values + place * (KV_HEADS * GROUP * HEAD) + kv_head * GROUP * HEAD + column[None, :], mask=valid, other=0.0
-        )
+        valid = first + line < parts
+        place = (start + first + line).to(tl.int64) * HEADS + head
+        sums = tl.load(part_sums + place, mask=valid, other=MASKED)
+        mask = valid[:, None] & (offset < HEAD)[None, :]
+        some = tl.load(part_values + place[:, None] * HEAD + offset[None, :], mask=mask, other=0.0)
         new_highest = tl.maximum(highest, sums)
         factor = tl.exp2(highest - new_highest)
         share = tl.where(valid, tl.exp2(sums - new_highest), 0.0)
         total = total * factor + share
-        values = values * factor + some * share
+        values = values * factor[:, None] + some * share[:, None]
         highest = new_highest
-    factor = tl.exp2(highest - tl.max(highest, 0)[None, :])
-    result = tl.sum(values * factor, 0) / tl.sum(total * factor, 0)
-    cells = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD) + kv_head * GROUP * HEAD + column
-    tl.store(cells, result.to(out.dtype.element_ty), mask=inside)
+    factor = tl.exp2(highest - tl.max(highest, 0))
+    result = tl.sum(values * factor[:, None], 0) / tl.sum(total * factor, 0)
+    cells = out + (row.to(tl.int64) * HEADS + head) * HEAD + offset
+    tl.store(cells, result.to(out.dtype.element_ty), mask=offset < HEAD)
 
 
 def attention_decode(
@@ -204,9 +201,16 @@ def attention_decode(
         **overlapped(q),
     )
     if merge:
-        width = triton.next_power_of_2(group * head)
-        _merge[(rows, kv_heads)](
-            out, schedule.row_parts, schedule.part_values, schedule.part_sums, KV_HEADS=kv_heads, GROUP=group, HEAD=head,
-            WIDTH=width, PARTS=8 if width <= 512 else 4, num_warps=8, **overlapped(q),
-        )  # fmt: skip
+        _merge[(rows, q_heads)](
+            out,
+            schedule.row_parts,
+            schedule.part_values,
+            schedule.part_sums,
+            HEADS=q_heads,
+            HEAD=head,
+            HEAD_PAD=head_pad,
+            PARTS=4,
+            num_warps=1,
+            **overlapped(q),
+        )
     return out

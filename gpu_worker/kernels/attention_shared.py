@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_worker.kernels.decode_schedule import DecodeSchedule
-from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previous
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -45,7 +45,7 @@ def _attention_shared(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin_step_kernel(PDL)
+    wait_for_previous(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     if item >= tl.load(counts + 1):
@@ -90,6 +90,7 @@ def _attention_shared(
         weights, factor, highest, total = update(s, highest, total)
         block = tl.load(v_head + cell, mask=kv_mask, other=0.0)
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
+    release_next(PDL)
     values = values / total[:, None]
 
     part = tl.load(row_parts + row * 2, mask=line_mask, other=0) + span
@@ -109,7 +110,7 @@ def attention_shared(
     soft_cap: float = 0.0,
     block_m: int = 128,
     block_n: int = 0,
-    stages: int = 2,
+    stages: int = 5,
     warps: int = 8,
 ) -> None:
     """Partial results of the shared leading pages of all groups in the schedule; attention_decode follows.

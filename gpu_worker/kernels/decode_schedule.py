@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 SPAN_STEP = 64  # tokens; spans are multiples of it
-TARGET_PROGRAMS = 264  # two on each of an H200's 132 multiprocessors
+TARGET_PROGRAMS = 528  # four on each of an H200's 132 multiprocessors
+SHARED_TARGET_PROGRAMS = 264  # their tiles are larger: two
 
 
 class DecodeSchedule(NamedTuple):
@@ -51,16 +52,19 @@ def allocate(
     device: torch.device | str,
     max_groups: int = 0,
     target_programs: int = TARGET_PROGRAMS,
+    shared_target_programs: int = SHARED_TARGET_PROGRAMS,
     shared_block_m: int = 128,
 ) -> DecodeSchedule:
     """Memory for a batch of up to rows decode rows. target_programs: programs wanted when there is work enough."""
     budget = triton.cdiv(target_programs, kv_heads)
+    shared_budget = triton.cdiv(shared_target_programs, kv_heads)
     items = rows + budget
     tile_rows = rows_per_tile(shared_block_m, q_heads, kv_heads)
     shared = parts = 0
     if max_groups:
-        shared = budget + triton.cdiv(rows, tile_rows) + max_groups
-        parts = rows + tile_rows * budget
+        tiles = triton.cdiv(rows, tile_rows) + max_groups
+        shared = shared_budget + tiles
+        parts = rows + tile_rows * shared_budget
     return DecodeSchedule(
         items=torch.zeros((items, 8), dtype=torch.int32, device=device),
         shared_items=torch.zeros((max(shared, 1), 5), dtype=torch.int32, device=device),
@@ -72,9 +76,11 @@ def allocate(
 
 
 @triton.jit
-def _spans(tokens, span, STEP: tl.constexpr):
-    """How many spans of at most span tokens a range is cut into, none empty, and their even length."""
-    count = tl.maximum((tokens + span - 1) // span, 1)
+def _spans(tokens, work, budget, min_span, STEP: tl.constexpr):
+    """How many spans a range is cut into (its share of the budget, to the nearest), and their even length."""
+    share = tokens.to(tl.float32) * budget / tl.maximum(work, 1).to(tl.float32)
+    count = tl.minimum((share + 0.5).to(tl.int32), (tokens + min_span - 1) // min_span)
+    count = tl.maximum(count, 1)
     length = (tokens + count - 1) // count
     length = tl.maximum(((length + STEP - 1) // STEP) * STEP, STEP)
     return (tokens + length - 1) // length, length
@@ -120,12 +126,10 @@ def _schedule(
         tokens_of = tl.load(group_pages + group, mask=(group < num_groups) & (rows_of > 0), other=0) * PAGE
         tiles_of = (rows_of + TILE_ROWS - 1) // TILE_ROWS
         work = tl.sum(tiles_of * tokens_of, 0)
-        span = tl.maximum((work + shared_budget - 1) // shared_budget, min_span)
-        span = ((span + STEP - 1) // STEP) * STEP
-        count_of, length_of = _spans(tokens_of, span, STEP)
+        count_of, length_of = _spans(tokens_of, work, shared_budget, min_span, STEP)
         mine = tl.load(row_groups + row, mask=row < num_rows, other=0)
         begin = tl.load(group_pages + mine, mask=(row < num_rows) & (mine > 0), other=0) * PAGE
-        shared_count, _ = _spans(begin, span, STEP)
+        shared_count, _ = _spans(begin, work, shared_budget, min_span, STEP)
         # Items of group `me`: tile by tile, so that tiles of one span run together and find its keys in L2.
         if me < num_groups:
             base = tl.sum(tl.where(group < me, tiles_of * count_of, 0), 0)
@@ -150,10 +154,7 @@ def _schedule(
             tl.store(counts + 1, tl.sum(tiles_of * count_of, 0))
 
     private = tl.maximum(length - begin, 0)
-    work = tl.sum(private, 0)
-    span = tl.maximum((work + budget - 1) // budget, min_span)
-    span = ((span + STEP - 1) // STEP) * STEP
-    count, span_length = _spans(private, span, STEP)
+    count, span_length = _spans(private, tl.sum(private, 0), budget, min_span, STEP)
     if me == 0:
         tl.store(counts, tl.sum(count, 0))
     if me < num_rows:
@@ -188,18 +189,18 @@ def schedule_decode(
     groups: Groups | None = None,
     window: int = 0,
     target_programs: int = TARGET_PROGRAMS,
-    min_span: int = 128,
+    shared_target_programs: int = SHARED_TARGET_PROGRAMS,
+    min_span: int = SPAN_STEP,
     shared_block_m: int = 128,
 ) -> None:
     """Fill `into` for decode rows of context_lens (0: padding) and row_slots, i32 [R] each. One list serves all layers of one window.
 
-    target_programs and shared_block_m must equal those of allocate. A windowed list reads no shared pages.
+    The targets and shared_block_m must equal those of allocate. A windowed list reads no shared pages.
     """
     rows = context_lens.shape[0]
     shared = groups if groups is not None and window == 0 else None
     num_groups = shared.starts.shape[0] if shared is not None else 0
     unused = context_lens
-    budget = triton.cdiv(target_programs, kv_heads)
     _schedule[(max(rows, num_groups),)](
         context_lens,
         row_slots,
@@ -214,8 +215,8 @@ def schedule_decode(
         rows,
         num_groups,
         window,
-        budget,
-        budget,
+        triton.cdiv(target_programs, kv_heads),
+        triton.cdiv(shared_target_programs, kv_heads),
         min_span,
         ROWS=triton.next_power_of_2(rows),
         GROUPS=triton.next_power_of_2(max(num_groups, 1)),

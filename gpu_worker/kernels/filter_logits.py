@@ -5,9 +5,10 @@ vocabulary, and begins by adding up what the round before it counted), then the 
 gathered and the threshold is bisected among them, exactly: the result is one of the row's logits, and equal logits live
 or die together. Launches are the same for every content of the logits, so a CUDA graph may hold them.
 
-    state of a row, f32 [16]: largest, 1 / temperature in log2 units, target, low, high, count(low), count(high),
-    measure(high), then the 8 candidates of the round; measure(t) is the count or the weight of the logits >= t;
-    measure(low) >= target > measure(high)
+    state of a row, f32 [16]: largest, 1 / temperature in log2 units, target, low, high, measure(low), measure(high), 0,
+    then the 8 candidates of the round; measure(t) is the count (top_k) or else the weight exp((x - largest) /
+    temperature) of the logits >= t, and measure(low) >= target > measure(high). How many logits the bracket holds is
+    bounded by its weight over the weight of its lowest logit.
 """
 
 import torch
@@ -28,7 +29,7 @@ class FilterSpace:
     """Scratch of `filter_thresholds` for up to rows rows."""
 
     def __init__(self, rows: int, device: torch.device | str) -> None:
-        self.partials = torch.empty((ROUNDS + 1, rows * SPLITS * 16), dtype=torch.float32, device=device)
+        self.partials = torch.empty((ROUNDS + 1, rows * SPLITS * 8), dtype=torch.float32, device=device)
         self.states = torch.empty((ROUNDS + 1, rows * STATE.value), dtype=torch.float32, device=device)
         self.gathered = torch.empty((rows, CAPACITY.value), dtype=torch.float32, device=device)
         self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -47,7 +48,7 @@ def _extremes(logits, rows, partials, vocabulary, logits_stride, per_split, BLOC
         x = tl.load(line + token, mask=token < end, other=-INFINITY).to(tl.float32)
         high = tl.maximum(high, x)
         low = tl.minimum(low, tl.where(x > -INFINITY, x, INFINITY))
-    cell = partials + (number * tl.num_programs(1) + split) * 16
+    cell = partials + (number * tl.num_programs(1) + split) * 8
     tl.store(cell, tl.max(high, 0))
     tl.store(cell + 1, tl.min(low, 0))
 
@@ -58,15 +59,10 @@ def _pick(values, place):
 
 
 @triton.jit
-def _narrow(state, partials, splits, SPLITS_PAD: tl.constexpr):
-    """The bracket after the round that wrote state (its candidates) and partials (their counts and measures)."""
-    candidate = tl.arange(0, 8)
-    split = tl.arange(0, SPLITS_PAD)
-    cells = partials + split[:, None] * 16 + candidate[None, :]
-    measures = tl.sum(tl.load(cells, mask=(split < splits)[:, None], other=0.0), 0)
-    counts = tl.sum(tl.load(cells + 8, mask=(split < splits)[:, None], other=0.0), 0)
-    thresholds = tl.load(state + 8 + candidate)
-    return measures, counts, thresholds
+def _bound(by_count, measure_low, measure_high, low, largest, inverse):
+    """At most so many logits are gathered: for top_k everything from low on, else the bracket."""
+    lightest = tl.exp2((low - largest) * inverse)
+    return tl.where(by_count, measure_low, 1.001 * (measure_low - measure_high) / tl.maximum(lightest, 1e-30))
 
 
 @triton.jit
@@ -102,11 +98,11 @@ def _round(
     by_count = (top_k > 0) & (top_k < vocabulary)
     candidate = tl.arange(0, 8)
     every = tl.arange(0, SPLITS_PAD)
-    old_partials += number * splits * 16
+    old_partials += number * splits * 8
     old_state += number * STATE
     if ROUND == 1:
-        highs = tl.load(old_partials + every * 16, mask=every < splits, other=-INFINITY)
-        lows = tl.load(old_partials + every * 16 + 1, mask=every < splits, other=INFINITY)
+        highs = tl.load(old_partials + every * 8, mask=every < splits, other=-INFINITY)
+        lows = tl.load(old_partials + every * 8 + 1, mask=every < splits, other=INFINITY)
         largest = tl.max(highs, 0)
         temperature = tl.load(temperatures + record)
         min_p = tl.load(min_ps + record)
@@ -116,40 +112,39 @@ def _round(
         inverse = 1.4426950408889634 / temperature
         target = top_k.to(tl.float32)
         high = INFINITY
-        count_low = vocabulary.to(tl.float32)
-        count_high = 0.0
+        measure_low = 0.0
         measure_high = 0.0
         # Candidates 64, 32, ... 0.5 temperatures below the largest, the first of them `low` itself.
         steps = temperature * tl.exp2(6.0 - candidate.to(tl.float32))
         thresholds = tl.where(candidate == 0, low, tl.maximum(low, largest - steps))
         wide = True
     else:
-        measures, counts, thresholds = _narrow(old_state, old_partials, splits, SPLITS_PAD)
+        cells = old_partials + every[:, None] * 8 + candidate[None, :]
+        measures = tl.sum(tl.load(cells, mask=(every < splits)[:, None], other=0.0), 0)
+        thresholds = tl.load(old_state + 8 + candidate)
         largest = tl.load(old_state)
         inverse = tl.load(old_state + 1)
         target = tl.load(old_state + 2)
         low = tl.load(old_state + 3)
         high = tl.load(old_state + 4)
-        count_low = tl.load(old_state + 5)
-        count_high = tl.load(old_state + 6)
-        measure_high = tl.load(old_state + 7)
+        measure_low = tl.load(old_state + 5)
+        measure_high = tl.load(old_state + 6)
         if ROUND == 2:
             # Candidate 0 is `low`: its measure is that of everything the filters before top_p leave.
+            measure_low = _pick(measures, 0)
             if by_count == 0:
-                target = _pick(measures, 0) * tl.load(top_ps + record)
+                target = measure_low * tl.load(top_ps + record)
         # A round that was skipped left candidates at +inf: nothing reaches them.
         passed = tl.sum((measures >= target).to(tl.int32) * (thresholds < INFINITY).to(tl.int32), 0)
         skipped = _pick(thresholds, 0) == INFINITY
         if skipped == 0:
             if passed < 8:
                 high = _pick(thresholds, passed)
-                count_high = _pick(counts, passed)
                 measure_high = _pick(measures, passed)
             if passed > 0:
                 low = _pick(thresholds, passed - 1)
-                count_low = _pick(counts, passed - 1)
-        inside = tl.where(by_count, count_low, count_low - count_high)
-        wide = inside > CAPACITY
+                measure_low = _pick(measures, passed - 1)
+        wide = _bound(by_count, measure_low, measure_high, low, largest, inverse) > CAPACITY
         top = tl.minimum(high, largest)
         thresholds = low + (top - low) * (candidate + 1).to(tl.float32) * 0.1111111111
         thresholds = tl.where(wide, thresholds, INFINITY)
@@ -160,9 +155,8 @@ def _round(
         tl.store(new_state + 2, target)
         tl.store(new_state + 3, low)
         tl.store(new_state + 4, high)
-        tl.store(new_state + 5, count_low)
-        tl.store(new_state + 6, count_high)
-        tl.store(new_state + 7, measure_high)
+        tl.store(new_state + 5, measure_low)
+        tl.store(new_state + 6, measure_high)
         tl.store(new_state + 8 + candidate, thresholds)
     line = logits + row * logits_stride
     first_token = split * per_split
@@ -192,7 +186,6 @@ def _round(
             t7 = _pick(thresholds, 7)
             zero = tl.zeros([BLOCK], tl.float32)
             m0, m1, m2, m3, m4, m5, m6, m7 = zero, zero, zero, zero, zero, zero, zero, zero
-            n0, n1, n2, n3, n4, n5, n6, n7 = zero, zero, zero, zero, zero, zero, zero, zero
             for first in range(first_token, end, BLOCK):
                 token = first + tl.arange(0, BLOCK)
                 x = tl.load(line + token, mask=token < end, other=-INFINITY).to(tl.float32)
@@ -206,15 +199,7 @@ def _round(
                 m5 = tl.where(x >= t5, m5 + w, m5)
                 m6 = tl.where(x >= t6, m6 + w, m6)
                 m7 = tl.where(x >= t7, m7 + w, m7)
-                n0 = tl.where(x >= t0, n0 + 1.0, n0)
-                n1 = tl.where(x >= t1, n1 + 1.0, n1)
-                n2 = tl.where(x >= t2, n2 + 1.0, n2)
-                n3 = tl.where(x >= t3, n3 + 1.0, n3)
-                n4 = tl.where(x >= t4, n4 + 1.0, n4)
-                n5 = tl.where(x >= t5, n5 + 1.0, n5)
-                n6 = tl.where(x >= t6, n6 + 1.0, n6)
-                n7 = tl.where(x >= t7, n7 + 1.0, n7)
-            cell = new_partials + (number * splits + split) * 16
+            cell = new_partials + (number * splits + split) * 8
             tl.store(cell, tl.sum(m0, 0))
             tl.store(cell + 1, tl.sum(m1, 0))
             tl.store(cell + 2, tl.sum(m2, 0))
@@ -223,18 +208,10 @@ def _round(
             tl.store(cell + 5, tl.sum(m5, 0))
             tl.store(cell + 6, tl.sum(m6, 0))
             tl.store(cell + 7, tl.sum(m7, 0))
-            tl.store(cell + 8, tl.sum(n0, 0))
-            tl.store(cell + 9, tl.sum(n1, 0))
-            tl.store(cell + 10, tl.sum(n2, 0))
-            tl.store(cell + 11, tl.sum(n3, 0))
-            tl.store(cell + 12, tl.sum(n4, 0))
-            tl.store(cell + 13, tl.sum(n5, 0))
-            tl.store(cell + 14, tl.sum(n6, 0))
-            tl.store(cell + 15, tl.sum(n7, 0))
         else:
             # Nothing to narrow; finite zeros keep the next round's sums defined.
-            cells = new_partials + (number * splits + split) * 16 + tl.arange(0, 16)
-            tl.store(cells, tl.zeros([16], tl.float32))
+            cells = new_partials + (number * splits + split) * 8 + candidate
+            tl.store(cells, tl.zeros([8], tl.float32))
 
 
 @triton.jit
@@ -304,9 +281,8 @@ def _finish(
     target = tl.load(state + 2)
     low = tl.load(state + 3)
     high = tl.load(state + 4)
-    count_low = tl.load(state + 5)
-    count_high = tl.load(state + 6)
-    measure_high = tl.load(state + 7)
+    measure_low = tl.load(state + 5)
+    measure_high = tl.load(state + 6)
     top_k = tl.load(top_ks + record)
     top_p = tl.load(top_ps + record)
     by_count = (top_k > 0) & (top_k < vocabulary)
@@ -316,7 +292,7 @@ def _finish(
     threshold = low
     floor = _order(low.to(tl.int32, bitcast=True))
     ceiling = _order(tl.minimum(high, largest).to(tl.int32, bitcast=True))
-    inside = tl.where(by_count, count_low, count_low - count_high)
+    inside = _bound(by_count, measure_low, measure_high, low, largest, inverse)
     sane = (largest > -INFINITY) & (largest < INFINITY) & (tl.load(temperatures + record) > 0.0)
     if sane == 0:
         threshold = -INFINITY
@@ -390,7 +366,7 @@ def filter_thresholds(
     if not count:
         return out
     block = min(block, triton.next_power_of_2(vocabulary))
-    splits = max(1, min(SPLITS, 2048 // count, triton.cdiv(vocabulary, block)))
+    splits = max(1, min(SPLITS, 4096 // count, triton.cdiv(vocabulary, block)))
     per_split = triton.cdiv(triton.cdiv(vocabulary, splits), block) * block
     splits = triton.cdiv(vocabulary, per_split)
     grid = (count, splits)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+from gpu_worker.kernels.launch import begin_short_kernel, overlapped
 
 
 @triton.jit
@@ -13,7 +13,7 @@ def _rms_norm(
     x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
 ):
     # One program per row. residual and out are contiguous; x may be a view with a row stride.
-    begin_step_kernel(PDL)
+    begin_short_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+from gpu_worker.kernels.launch import begin_short_kernel, overlapped
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _rope_and_store(
     # One program: HEADS heads of one token. Heads 0 .. Q-1 are queries, then keys, then values.
     # A head is [first HALF | second HALF | REST]; rotation pairs first[i] with second[i], so a thread that holds both
     # may write in place.
-    begin_step_kernel(PDL)
+    begin_short_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     offset = tl.arange(0, HALF_PAD)

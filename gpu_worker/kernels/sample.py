@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previous
 from gpu_worker.kernels.noise import gumbel, row_keys
 
 INFINITY = tl.constexpr(float("inf"))
@@ -40,7 +40,7 @@ def _draw(
     PDL: tl.constexpr,
 ):
     # Program (row, split) scans per_split logits; the last split of a row to arrive merges them all.
-    begin_step_kernel(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
     slot = tl.load(row_slots + row).to(tl.int64)
@@ -75,6 +75,7 @@ def _draw(
         take = x > value
         value = tl.where(take, x, value)
         token = tl.where(take, id, token)
+    release_next(PDL)
     best = tl.max(value, 0)
     winner = tl.min(tl.where(value == best, token, 0x7FFFFFFF), 0)
     # Any NaN poisons the row: +inf with no token, which no real logit beats.

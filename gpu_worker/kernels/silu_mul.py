@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+from gpu_worker.kernels.launch import begin_short_kernel, overlapped
 
 
 @triton.jit
 def _silu_mul(x, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     # x row: [gate: width | up: width], contiguous.
-    begin_step_kernel(PDL)
+    begin_short_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_worker.kernels.launch import begin_step_kernel, overlapped
+from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previous
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _skinny_linear(
     PDL: tl.constexpr,
 ):
     # Lines of the weight [outputs (twice that with SILU: gates, then ups), INPUTS], contiguous.
-    begin_step_kernel(PDL)
+    wait_for_previous(PDL)
     line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = line < outputs
     column = tl.arange(0, BLOCK_K)
@@ -50,6 +50,7 @@ def _skinny_linear(
         if SILU:
             up = tl.load(cells + outputs * INPUTS + first, mask=mask, other=0.0)
             ups += up.to(tl.float32) * value[None, :]
+    release_next(PDL)
     y = tl.sum(sums, 1)
     scale = 1.0
     if NORM:

@@ -42,12 +42,13 @@ SAMPLINGS = [
     Sampling(seed=11, top_k=5000, top_p=0.99),
     Sampling(seed=12, temperature=0.01),
     Sampling(seed=13, temperature=5.0, top_p=0.999),
+    Sampling(seed=14, temperature=3.0, top_k=20000, top_p=0.9),
+    Sampling(seed=15, temperature=50.0, top_k=100000, top_p=0.9),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("copies", [1, 8])
-@pytest.mark.parametrize("vocabulary", [1000, 128256, 151936])
+@pytest.mark.parametrize(("vocabulary", "copies"), [(1000, 6), (128256, 1), (151936, 1)])
 @pytest.mark.parametrize("spread", [0.3, 3.0, 12.0])
 def test_sample(spread: float, vocabulary: int, copies: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
@@ -59,7 +60,9 @@ def test_sample(spread: float, vocabulary: int, copies: int, dtype: torch.dtype)
     logits[1] = float("-inf")
     logits[8, 5] = float("nan")
     logits[3, 40:] = float("-inf")
-    checks.check_sample(logits[:12], samplings[:12], positions[:12])
+    logits[4, 9:] = logits[4, 9]  # many ties
+    logits[5] = logits[5].clamp(max=1.0)
+    checks.check_sample(logits[:9], samplings[:9], positions[:9])
 
 
 def test_adjust_logits() -> None:
