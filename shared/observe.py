@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from shared.config import Config
+from shared.config import BadConfig, Config
 
 _PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
@@ -47,6 +47,10 @@ def setup_logging(config: Config) -> None:
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> None:
-    """Serve /metrics of a scheduler or worker from a thread of its own; port 0: not at all."""
-    if port:
+    """Serve /metrics of a scheduler or worker from a thread of its own; port 0: not at all. BadConfig when it cannot."""
+    if not port:
+        return
+    try:
         start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise BadConfig(f"metrics_port = {port}: cannot listen on {host}: {error.strerror}") from None

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.machine import free_ports
-from shared.config import Config
+from shared.config import BadConfig, Config
 from shared.observe import serve_metrics, setup_logging
 
 
@@ -77,3 +77,5 @@ def test_metrics_are_served_on_their_port() -> None:
     serve_metrics(registry, port)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         assert b"quire_test_total 3.0" in answer.read()
+    with pytest.raises(BadConfig, match=f"metrics_port = {port}: cannot listen on 127.0.0.1: Address already in use"):
+        serve_metrics(registry, port)
