@@ -1,0 +1,351 @@
+"""Replicas come, fail, leave and come back (S68, strikes, tensor-parallel ranks, drain)."""
+
+import struct
+from typing import Any
+
+import pytest
+
+from shared.columns import i32
+from shared.messages import PROTOCOL, Drain, Fault, Finish, Reset, StepDone, StepPlan, WorkerAlive, WorkerWelcome
+from tests.unit.scheduler.cells import SmallCell, rows_of
+
+PEER = "w/r/0/1"
+PROMPT = list(range(40, 57))  # 4 full pages and one token
+
+
+def resets(small: SmallCell) -> dict[str, Reset]:
+    return {peer: message for peer, message in small.sent if isinstance(message, Reset)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        ({"protocol": PROTOCOL + 1}, (str(PROTOCOL), str(PROTOCOL + 1))),
+        ({"model": "other"}, ("m", "other")),
+        ({"page_tokens": 16}, ("4", "16")),
+        ({"rank": 2, "tp": 2}, ("2",)),
+        ({"num_pages": 1}, ("num_pages", "1")),
+        ({"num_slots": 0}, ("num_slots", "0")),
+    ],
+)
+def test_worker_that_does_not_fit_is_refused_for_good(fields: dict[str, Any], values: tuple[str, ...]) -> None:
+    small = SmallCell()
+    small.join("first")
+    small.join("second", **fields)
+    reset = resets(small)["w/second/0/1"]
+    assert reset.fatal and all(value in reset.reason for value in values)
+    assert list(small.cell.replicas) == ["first"]
+
+
+def test_a_new_model_may_come_when_nobody_uses_the_old_one() -> None:
+    small = SmallCell()
+    small.join()
+    small.gone(PEER)
+    small.join(model="other", peer="w/r/0/2")
+    assert small.replica().model == "other"
+
+
+def test_stranger_must_say_hello() -> None:
+    small = SmallCell()
+    small.worker("w/x/0/9", WorkerAlive(1, 0, 0, 0.0))
+    assert not resets(small)["w/x/0/9"].fatal
+
+
+def test_sequences_of_a_dead_worker_go_on_elsewhere() -> None:
+    small = SmallCell()
+    small.join("r")
+    small.join("s", num_slots=2, num_pages=9)
+    for number in (1, 2, 3):
+        small.submit(number, [number] * 5, max_new=12)
+    small.run_until(lambda: len(small.output.get(1, [])) > 3)
+    small.gone(PEER)
+    assert list(small.cell.replicas) == ["s"]
+    small.run()
+    assert small.output == {number: [7] * 12 for number in (1, 2, 3)}
+    assert small.cell.counters.failovers == 1 and small.empty
+
+
+def test_pages_of_a_failed_step_are_never_shared() -> None:
+    """S68: the step that should have written the prefix fails; the worker still believes in all of it."""
+    small = SmallCell()
+    small.join()
+    small.submit(1, PROMPT, max_new=9)
+    plan = small.plans[PEER].pop(0)
+    inventory = plan.registrations
+    assert len(inventory) == 4 * 20
+    small.plans[PEER].clear()
+    small.worker(PEER, Fault(plan.step, "boom"))
+    assert not small.cell.replicas
+    small.abort(1)  # or it would write the prefix anew
+    small.worker(PEER, small.hello(inventory=inventory))
+    small.submit(2, PROMPT, max_new=1)
+    small.run()
+    assert small.cached[2] == 0, "nothing of the failed step was believed"
+
+
+def test_pages_of_acknowledged_steps_come_back_with_the_inventory() -> None:
+    small = SmallCell()
+    small.join()
+    small.submit(1, PROMPT, max_new=1)
+    inventory = small.answer().registrations
+    small.gone(PEER)
+    small.join(peer="w/r/0/2", inventory=inventory)
+    small.submit(2, PROMPT, max_new=1)
+    small.run()
+    assert small.cached[2] == 16
+
+
+def test_inventory_of_a_restarted_scheduler_is_believed_and_checked() -> None:
+    small = SmallCell()
+    good = struct.pack("<i16s", 5, small.submission(1, PROMPT).page_hashes[:16])
+    rubbish = [(0, b"a" * 16), (-4, b"b" * 16), (999, b"c" * 16), (6, bytes(16)), (5, b"d" * 16)]
+    column = good + b"".join(struct.pack("<i16s", *entry) for entry in rubbish)
+    small.join(inventory=column[:20] + column[20:100])  # the last would name page 5 twice
+    small.submit(1, PROMPT, max_new=1)
+    small.run()
+    assert small.cached[1] == 4 and small.empty
+
+
+def test_what_is_not_believed_the_worker_must_forget() -> None:
+    small = SmallCell()
+    small.join()
+    small.gone(PEER)  # certain about nothing
+    small.join(peer="w/r/0/2", inventory=struct.pack("<i16s", 5, b"x" * 16))
+    small.submit(1, [1], max_new=1)
+    plan = small.plans["w/r/0/2"][0]
+    assert (5, bytes(16)) in list(struct.iter_unpack("<i16s", plan.registrations))
+
+
+def test_evicted_page_is_forgotten_by_the_plan_that_takes_it() -> None:
+    small = SmallCell(credits=1)
+    small.join(num_pages=6)
+    small.submit(1, PROMPT, max_new=1)
+    small.run()
+    small.submit(2, list(range(900, 917)), max_new=1)
+    news = dict(struct.iter_unpack("<i16s", small.plans[PEER][0].registrations))
+    assert len(news) == 5 - 1 + sum(not any(page_hash) for page_hash in news.values())
+    small.run()
+    assert small.empty
+
+
+def fail(small: SmallCell, peer: str = PEER) -> None:
+    """The oldest plan fails and the worker comes back empty."""
+    step = small.plans[peer][0].step
+    small.plans[peer].clear()
+    small.worker(peer, Fault(step, "boom"))
+    small.worker(peer, small.hello())
+
+
+def plan_holds(small: SmallCell, plan: StepPlan, number: int) -> bool:
+    outbox = small.cell.gateways["g/a/1"]
+    return number in outbox.sequences and outbox.sequences[number].slot in rows_of(plan)
+
+
+def test_poisonous_sequence_is_found_and_the_others_live() -> None:
+    """Every step with a row of sequence 2 fails."""
+    small = SmallCell()
+    small.join()
+    for number in (1, 2, 3):
+        small.submit(number, [number] * 3, max_new=10)
+    for _ in range(200):
+        plans = small.plans[PEER]
+        if not plans:
+            break
+        if plan_holds(small, plans[0], 2):
+            fail(small)
+        else:
+            small.answer()
+    assert small.ends == {1: Finish.LENGTH, 2: Finish.ERROR, 3: Finish.LENGTH}
+    assert small.output[1] == small.output[3] == [7] * 10 and small.empty
+    assert small.cell.counters.failovers <= 3
+
+
+def test_sequence_that_only_fails_in_decode_is_found_too() -> None:
+    small = SmallCell()
+    small.join()
+    for number in (1, 2, 3):
+        small.submit(number, [number] * 3, max_new=30)
+    for _ in range(400):
+        plans = small.plans[PEER]
+        if not plans:
+            break
+        if plan_holds(small, plans[0], 2) and plans[0].num_decode and len(small.output.get(2, [])) >= 5:
+            fail(small)
+        else:
+            small.answer()
+    assert small.ends == {1: Finish.LENGTH, 2: Finish.ERROR, 3: Finish.LENGTH}
+    assert small.empty and small.cell.counters.failovers <= 4
+
+
+def test_struck_sequence_runs_alone() -> None:
+    small = SmallCell(credits=2)
+    small.join()
+    for number in (1, 2):
+        small.submit(number, [number] * 3, max_new=30)
+    small.answer()
+    small.answer()
+    fail(small)
+    lengths = {number: len(small.seq(number).tokens) for number in (1, 2)}
+    for number in (1, 2):
+        assert len(small.plans[PEER]) == 1, "nothing else in flight"
+        assert rows_of(small.plans[PEER][0]) == {small.seq(number).slot: lengths[number]}
+        small.answer()
+    assert len(small.plans[PEER]) == 2 and small.plans[PEER][0].num_decode == 2
+    small.run()
+    assert small.output[1] == small.output[2] == [7] * 30
+
+
+def test_hung_step_is_noticed_and_its_worker_sent_away() -> None:
+    small = SmallCell()
+    small.join()
+    small.submit(1, [1, 2], max_new=20)
+    small.tick(9.0)
+    small.answer()  # progress: the clock starts again
+    small.tick(9.0)
+    assert small.cell.replicas
+    small.tick(2.0)
+    assert not small.cell.replicas and not resets(small)[PEER].fatal
+    small.plans.clear()
+    small.join(peer="w/r/0/2")
+    small.run()
+    assert small.output[1] == [7] * 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 999},
+        {"tokens": b""},
+        {"tokens": bytes(8)},
+        {"logprobs": bytes(8)},
+        {"top_width": 3},
+        {"top_width": -1},
+        {"score_logprobs": bytes(4)},
+        {"score_top_width": 2, "score_top_ids": bytes(8)},
+    ],
+)
+def test_wrong_result_drops_the_replica_not_the_scheduler(change: dict[str, Any]) -> None:
+    small = SmallCell()
+    small.join()
+    small.submit(1, [1, 2], max_new=5)
+    plan = small.plans[PEER].pop(0)
+    done = StepDone(plan.step, i32([7]), b"", 0, b"", b"", b"", 0, b"", b"", 0)
+    small.plans[PEER].clear()
+    small.worker(PEER, done._replace(**change))
+    assert PEER in resets(small) and not small.cell.replicas
+    small.join(peer="w/r/0/2")
+    small.run()
+    assert small.output[1] == [7] * 5
+
+
+def test_result_without_a_plan_drops_the_replica() -> None:
+    small = SmallCell()
+    small.join()
+    small.worker(PEER, StepDone(1, b"", b"", 0, b"", b"", b"", 0, b"", b"", 0))
+    assert PEER in resets(small)
+
+
+def test_draining_worker_loses_its_sequences_at_once() -> None:
+    small = SmallCell()
+    small.join("r")
+    small.submit(1, [1] * 9, max_new=20)
+    small.answer()
+    small.join("s")
+    small.worker(PEER, Drain("rolling update"))
+    assert not small.replica("r").running and small.replica("r").pool.held == 0
+    assert (PEER, Drain("rolling update")) in small.sent
+    assert small.replica("s").running
+    small.answer(PEER)  # rows in flight are stale
+    small.run()
+    assert small.output[1] == [7] * 20 and small.cell.counters.stale_rows
+    small.submit(2, [1], max_new=1)
+    assert not small.plans[PEER]
+
+
+def test_only_worker_draining_makes_sequences_wait() -> None:
+    small = SmallCell()
+    small.join()
+    small.submit(1, [1] * 9, max_new=20)
+    small.answer()
+    small.worker(PEER, Drain("restart"))
+    assert small.core.status(small.now).state == "loading" and len(small.cell.waiting) == 1
+    small.gone(PEER)
+    small.join(peer="w/r/0/2")
+    small.run()
+    assert small.output[1] == [7] * 20
+
+
+def test_ranks_gather_into_one_replica() -> None:
+    small = SmallCell()
+    first, second = "w/r/0/1", "w/r/1/1"
+    small.join(peer=first, tp=2, rank=0, num_pages=50)
+    assert not small.cell.replicas
+    small.submit(1, [1, 2], max_new=6)
+    small.join(peer=second, tp=2, rank=1, num_pages=40)
+    assert small.replica().pool.usable == 39
+    assert [peer for peer, message in small.sent if isinstance(message, WorkerWelcome)] == [first, second]
+    assert small.plans[first] == small.plans[second] and small.plans[first]
+    plan = small.plans[second].pop(0)
+    small.worker(second, StepDone(plan.step, i32([9]), b"", 0, b"", b"", b"", 0, b"", b"", 0))
+    assert 1 not in small.output  # rank 0 speaks
+    small.answer(first)
+    assert small.output[1] == [7]
+    small.gone(second)
+    assert not small.cell.replicas and first in resets(small)
+    small.plans.clear()
+    small.join(peer="w/r/0/2", tp=2, rank=0)
+    small.join(peer="w/r/1/2", tp=2, rank=1)
+    for _ in range(20):
+        if small.plans["w/r/0/2"]:
+            small.answer("w/r/0/2")
+    assert small.output[1] == [7] * 6
+
+
+def test_ranks_must_agree_on_their_number() -> None:
+    small = SmallCell()
+    small.join(peer="w/r/0/1", tp=2, rank=0)
+    small.join(peer="w/r/1/1", tp=3, rank=1)
+    assert resets(small)["w/r/1/1"].fatal
+
+
+def test_new_incarnation_replaces_the_old_one() -> None:
+    small = SmallCell()
+    small.join()
+    small.submit(1, [1, 2], max_new=6)
+    small.plans.clear()
+    small.join(peer="w/r/0/2")
+    assert small.replica().peers == ["w/r/0/2"] and PEER in resets(small)
+    small.run()
+    assert small.output[1] == [7] * 6
+
+
+def test_prefix_decides_the_replica_until_the_load_does() -> None:
+    small = SmallCell()
+    small.join("r")
+    small.join("s")
+    small.submit(1, PROMPT, max_new=1)
+    small.run()
+    home = "r" if len(small.replica("r").pool.index) else "s"
+    for number in range(2, 5):
+        small.submit(number, PROMPT, max_new=1)
+        replica = small.seq(number).replica
+        assert replica is not None and replica.name == home
+        small.run()
+    assert small.cell.counters.false_credit_tokens == 0
+    for number in range(5, 12):
+        small.submit(number, PROMPT, max_new=30)
+        for _ in range(2):
+            for peer in list(small.plans):
+                if small.plans[peer]:
+                    small.answer(peer)
+    assert small.replica("r").running and small.replica("s").running
+
+
+def test_larger_replica_takes_what_the_smaller_cannot() -> None:
+    small = SmallCell()
+    small.join("small", num_pages=6)
+    small.join("large", num_pages=40)
+    small.submit(1, [1] * 9, max_new=60)
+    assert list(small.replica("large").running) == [small.seq(1)]
+    small.run()
+    assert small.output[1] == [7] * 60
