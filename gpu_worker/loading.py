@@ -11,7 +11,9 @@ from gpu_worker import ops
 from gpu_worker.memory import MemoryPlan, plan_memory
 from gpu_worker.model.linear import can_pack
 from gpu_worker.model.spec import read_spec
-from gpu_worker.model.weights import Dummy, Safetensors, load_decoder
+from gpu_worker.model.weights import Dummy, Safetensors, load_decoder, tensor_shapes
+from gpu_worker.quant.config import read_quantization
+from gpu_worker.quant.loading import planned_bytes
 from gpu_worker.runner import Runner
 from shared import model_folder, model_store
 from shared.config import BadConfig, Config
@@ -33,15 +35,16 @@ def load(config: Config) -> Loaded:
     device = _device(config)
     set_threads(config)
     folder = Path(model_store.resolve(config.model, config.cache_dir))
-    spec = read_spec(model_folder.read_config(folder))
-    if config.quantization != "auto":
-        raise BadConfig(f"quantization = {config.quantization!r}: not supported yet, only unquantized checkpoints are")
+    model = model_folder.read_config(folder)
+    spec, quant = read_spec(model), read_quantization(model, config.quantization)
     if config.tensor_parallel_size != 1:
         raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: not supported yet")
-    dtype = _dtype(config, spec.dtype, device)
-    memory = plan_memory(config, spec, dtype, device)
-    source = Dummy(spec) if config.dummy_weights else Safetensors(folder, spec)
-    decoder = load_decoder(spec, source, ops.load(device), dtype=dtype, device=device, max_model_len=memory.max_model_len)
+    dtype = _dtype(config, spec.dtype, device, quantized=quant is not None)
+    memory = plan_memory(config, spec, dtype, device, planned_bytes(quant, tensor_shapes(spec), dtype))
+    source = Dummy(spec) if config.dummy_weights else Safetensors(folder, spec, quant)
+    decoder = load_decoder(
+        spec, source, ops.load(device), dtype=dtype, device=device, max_model_len=memory.max_model_len, quant=quant
+    )
     runner = Runner(decoder, memory, dtype, device)
     log.info("memory plan: %s", memory.text, extra={"device": str(device), "dtype": str(dtype).removeprefix("torch.")})
     return Loaded(runner, memory, model_folder.fingerprint(folder))
@@ -60,9 +63,11 @@ def _device(config: Config) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _dtype(config: Config, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+def _dtype(config: Config, checkpoint: torch.dtype, device: torch.device, *, quantized: bool = False) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
+    if device.type == "cpu" and quantized and can_pack(torch.bfloat16):
+        return torch.bfloat16  # the type of torch's kernels for few bits
     if device.type == "cpu" and not can_pack(checkpoint):
         return torch.float32  # this CPU has no fast arithmetic for the checkpoint's type
     return checkpoint

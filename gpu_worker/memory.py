@@ -34,11 +34,16 @@ class MemoryPlan:
         )
 
 
-def plan_memory(config: Config, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
-    """Divide the memory, weights not loaded yet. BadConfig with the numbers when not even one request would fit."""
+def plan_memory(
+    config: Config, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weight_bytes: int | None = None
+) -> MemoryPlan:
+    """Divide the memory, weights not loaded yet. BadConfig with the numbers when not even one request would fit.
+
+    weight_bytes: None: what all parameters take in dtype.
+    """
     on_cpu = device.type == "cpu"
     batched = config.max_num_batched_tokens or (1024 if on_cpu else 8192)
-    weights = spec.num_parameters * dtype.itemsize
+    weights = spec.num_parameters * dtype.itemsize if weight_bytes is None else weight_bytes
     step = _step_bytes(spec, dtype, batched, config.max_num_seqs)
     page = KVCache.page_bytes(
         num_layers=spec.num_layers,

@@ -85,9 +85,6 @@ def read_spec(config: Json) -> ModelSpec:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act {activation!r} is not supported (supported: silu)")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ModelError(f"config.json: quantization {method!r} is not supported")
     hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads

@@ -14,10 +14,12 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from gpu_worker.model.decoder import Decoder, Layer
-from gpu_worker.model.linear import Linear, for_device
+from gpu_worker.model.linear import Linear, Matmul, for_device
 from gpu_worker.model.rope import cos_sin_table
 from gpu_worker.model.spec import ModelSpec
 from gpu_worker.ops import Ops
+from gpu_worker.quant.loading import QuantLoader, plain_shapes
+from gpu_worker.quant.scheme import QuantSpec
 from shared import model_folder
 from shared.model_folder import ModelError
 
@@ -30,6 +32,14 @@ _IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 class Source(Protocol):
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors of the checkpoint."""
+
+    @property
+    def random_shapes(self) -> dict[str, Shape] | None:
+        """Of all tensors, when there is no checkpoint."""
+
     def get(self, name: str) -> Tensor:
         """The named tensor on the CPU, in the checkpoint's dtype."""
 
@@ -62,7 +72,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
 class Safetensors:
     """The tensors of a model folder. Everything about names and shapes is checked before the first byte of a weight is read."""
 
-    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, quant: QuantSpec | None = None) -> None:
+        self.random_shapes: dict[str, Shape] | None = None
         self._files: dict[str, Any] = {}  # tensor name -> the open file that holds it
         self._folder = folder
         shapes: dict[str, Shape] = {}
@@ -74,7 +85,8 @@ class Safetensors:
                     shapes[name] = tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is damaged or no safetensors file: {error}") from None
-        _check_names(folder, shapes, tensor_shapes(spec), spec)
+        self.names = frozenset(shapes)
+        _check_names(folder, plain_shapes(quant, shapes) if quant else shapes, tensor_shapes(spec), spec)
 
     def get(self, name: str) -> Tensor:
         try:
@@ -103,6 +115,8 @@ class Dummy:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._shapes = tensor_shapes(spec)
+        self.random_shapes: dict[str, Shape] | None = self._shapes
+        self.names = frozenset(self._shapes)
         self._numbers = {name: number for number, name in enumerate(self._shapes)}
         self._dtype = spec.dtype
 
@@ -117,10 +131,17 @@ class Dummy:
 
 
 def load_decoder(
-    spec: ModelSpec, source: Source, ops: Ops, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    spec: ModelSpec,
+    source: Source,
+    ops: Ops,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    quant: QuantSpec | None = None,
 ) -> Decoder:
     """Read, fuse, convert and place all weights; a bar on a terminal, a line per quarter elsewhere."""
-    to = _Placing(source, dtype, device)
+    to = _Placing(source, dtype, device, quant)
     layer_bytes = sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if ".layers.0." in name) * dtype.itemsize
     with ThreadPoolExecutor(READERS) as readers:
         layers = list(
@@ -133,7 +154,7 @@ def load_decoder(
         embedding=embedding,
         layers=layers,
         final_norm=to.kept("model.norm.weight"),
-        head=for_device(Linear(embedding if spec.tied_head else to.tensor("lm_head.weight"))),
+        head=for_device(Linear(embedding)) if spec.tied_head else to.linear("", "lm_head", bias=False),
         cos_sin=cos_sin_table(spec.rope, max_model_len).to(device),
     )
 
@@ -141,8 +162,10 @@ def load_decoder(
 class _Placing:
     """Tensors of a source, fused, converted and placed."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, quant: QuantSpec | None) -> None:
         self._source = source
+        shapes = source.random_shapes
+        self._quant = QuantLoader(quant, source.get, source.names, device, dtype, shapes) if quant else None
         self._dtype = dtype
         self._device = device
 
@@ -157,9 +180,12 @@ class _Placing:
         tensor = self.tensor(name)
         return tensor.clone() if tensor.device.type == "cpu" else tensor
 
-    def linear(self, prefix: str, *names: str, bias: bool) -> Linear:
-        weight = self.tensor(*(f"{prefix}{name}.weight" for name in names))
-        return Linear(weight, self.tensor(*(f"{prefix}{name}.bias" for name in names)) if bias else None)
+    def linear(self, prefix: str, *names: str, bias: bool) -> Matmul:
+        """One matrix of the named ones, one under the other, in the fastest form for where it lies."""
+        bias_of = self.tensor(*(f"{prefix}{name}.bias" for name in names)) if bias else None
+        quantized = self._quant and self._quant.linear((prefix + name for name in names), bias_of)
+        weights = (f"{prefix}{name}.weight" for name in names)
+        return quantized or for_device(Linear(self.tensor(*weights), bias_of))
 
 
 def _layer(to: _Placing, spec: ModelSpec, number: int) -> Layer:
@@ -168,13 +194,13 @@ def _layer(to: _Placing, spec: ModelSpec, number: int) -> Layer:
     with torch.inference_mode():
         return Layer(
             input_norm=to.kept(prefix + "input_layernorm.weight"),
-            qkv=for_device(to.linear(attention, "q_proj", "k_proj", "v_proj", bias=spec.qkv_bias)),
+            qkv=to.linear(attention, "q_proj", "k_proj", "v_proj", bias=spec.qkv_bias),
             q_norm=to.kept(attention + "q_norm.weight") if spec.qk_norm else None,
             k_norm=to.kept(attention + "k_norm.weight") if spec.qk_norm else None,
-            o=for_device(to.linear(attention, "o_proj", bias=spec.o_bias)),
+            o=to.linear(attention, "o_proj", bias=spec.o_bias),
             post_norm=to.kept(prefix + "post_attention_layernorm.weight"),
-            gate_up=for_device(to.linear(mlp, "gate_proj", "up_proj", bias=spec.mlp_bias)),
-            down=for_device(to.linear(mlp, "down_proj", bias=spec.mlp_bias)),
+            gate_up=to.linear(mlp, "gate_proj", "up_proj", bias=spec.mlp_bias),
+            down=to.linear(mlp, "down_proj", bias=spec.mlp_bias),
             window=spec.windows[number],
         )
 

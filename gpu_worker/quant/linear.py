@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.quant.packed import PackedInts, pack
-from gpu_worker.quant.rounding import quantize_rows
+from gpu_worker.quant.rounding import float8_to_bf16, quantize_rows
 from gpu_worker.quant.weights import ByteWeight, Weight, can_join, join
 
 BLOCK_ELEMENTS = 2**20  # unpacked at once on a CPU
@@ -33,6 +33,8 @@ def quantized_linear(parts: Sequence[Weight], bias: Tensor | None, device: torch
     weight, bias = join(parts), _placed(bias, device, dtype)
     if isinstance(weight, ByteWeight):
         return ByteLinear(weight, bias, device)
+    if device.type == "cpu" and weight.bits == 8 and weight.zeros is None and weight.scales.shape[1] == 1:
+        return ByteLinear(weight.as_bytes(), bias, device)  # unpacks faster
     packed = pack(weight).to(device)
     if device.type == "cpu" and dtype == torch.bfloat16 and _has_fused_int4(packed):
         return FusedInt4Linear(packed, bias)
@@ -170,18 +172,19 @@ def byte_linear(
         total = torch.zeros((tokens, stop - start), device=x.device)
         for number in range(scales.shape[0]):
             part = slice(number * block, min((number + 1) * block, k))
-            product = _product(x[:, part], values[start:stop, part])
+            product = _product(x[:, part], values[start:stop, part], dtype)
             x_scale = x_scales[:, min(number, x_scales.shape[1] - 1), None]
             total += product * x_scale * scales[number, start:stop]
         out[:, start:stop] = total if bias is None else total + bias[start:stop].float()
     return out
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """f32[T, N]: exact for int8; float8 values are summed in float32."""
+def _product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """f32[T, N] of small integers, exact, or of float8 values, which bf16 holds exactly: float32 sums, rounded to dtype."""
     if x.dtype == torch.int8:
         return torch._int_mm(x.contiguous(), weight.t()).float()
-    return F.linear(x.float(), weight.float())
+    a, b = float8_to_bf16(x), float8_to_bf16(weight)
+    return F.linear(a, b).float() if dtype == torch.bfloat16 else F.linear(a.float(), b.float())
 
 
 def byte_weight_linear(x: Tensor, values: Tensor, scales: Tensor, block: int, bias: Tensor | None) -> Tensor:
@@ -191,9 +194,14 @@ def byte_weight_linear(x: Tensor, values: Tensor, scales: Tensor, block: int, bi
     step = max(BLOCK_ELEMENTS // max(k, 1), 1)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        spread = scales[:, start:stop].t().repeat_interleave(block, 1)[:, :k]
-        weight = (values[start:stop].float() * spread).to(x.dtype)
-        out[:, start:stop] = F.linear(x, weight, None if bias is None else bias[start:stop])
+        weight = values[start:stop]
+        weight = weight.to(x.dtype) if weight.dtype == torch.int8 else float8_to_bf16(weight).to(x.dtype)
+        if scales.shape[0] == 1:
+            part = F.linear(x, weight) * scales[0, start:stop]
+        else:
+            spread = scales[:, start:stop].t().repeat_interleave(block, 1)[:, :k]
+            part = F.linear(x, (weight * spread).to(x.dtype))
+        out[:, start:stop] = part if bias is None else part + bias[start:stop]
     return out
 
 

@@ -54,18 +54,24 @@ class PackedInts:
 
     def codes(self, start: int, stop: int) -> Tensor:
         """u8[stop - start, num_columns]: rows start to stop, unpacked."""
-        words = self.words[:, start:stop]
-        mask = 2**self.bits - 1
-        planes = [(words >> shift) & mask for shift in range(0, 16, self.bits)]
-        return torch.stack(planes, 2).transpose(0, 1).reshape(stop - start, -1).to(torch.uint8)
+        return self._planes(start, stop).to(torch.uint8).flatten(1)
 
     def dequantize(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """[stop - start, num_columns]: rows start to stop, exact products rounded once."""
-        codes = self.codes(start, stop).float().view(stop - start, -1, PLANE)  # [rows, planes, 32]
+        codes = self._planes(start, stop).float()
         per_plane = torch.arange(codes.shape[1], device=codes.device) * PLANE // self.group
-        scales = self.scales[:, start:stop].t().float()[:, per_plane, None]
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, start:stop].t().float()[:, per_plane, None]
-        return (scales * (codes - zeros)).flatten(1).to(dtype)
+        codes -= zeros
+        codes *= self.scales[:, start:stop].t().float()[:, per_plane, None]
+        return codes.flatten(1).to(dtype)
+
+    def _planes(self, start: int, stop: int) -> Tensor:
+        """i16[stop - start, planes, 32]"""
+        words = self.words[:, start:stop].transpose(0, 1).contiguous()  # [rows, blocks, 32]
+        planes = words.new_empty((*words.shape[:2], 16 // self.bits, PLANE))
+        for number, shift in enumerate(range(0, 16, self.bits)):
+            torch.bitwise_and(words >> shift, 2**self.bits - 1, out=planes[:, :, number])
+        return planes.flatten(1, 2)
 
 
 def pack(weight: IntWeight) -> PackedInts:

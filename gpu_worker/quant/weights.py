@@ -58,6 +58,11 @@ class IntWeight:
         codes = self.codes[:, start:stop]
         return replace(self, codes=codes, scales=self.scales[:, used], zeros=zeros, groups=groups.to(torch.int32))
 
+    def as_bytes(self) -> "ByteWeight":
+        """The same values as signed bytes: of 8 bits, without zero points, with one scale a row."""
+        values = (self.codes.to(torch.int16) - self.middle).to(torch.int8)
+        return ByteWeight(values, self.scales.float(), self.shape[1], None).checked()
+
     def explicit_zeros(self) -> Tensor:
         return torch.full(self.scales.shape, self.middle, dtype=torch.uint8) if self.zeros is None else self.zeros
 
@@ -78,9 +83,12 @@ class ByteWeight:
 
     def checked(self) -> "ByteWeight":
         (n, k), found = self.shape, tuple(self.scales.shape)
-        if found != (n, -(-k // self.block)):
+        if found != (n, -(-k // max(self.block, 1))):
             raise ModelError(f"a weight of {n} x {k} in blocks of {self.block} columns has scales of {found}")
-        if self.activations and not self.activations.dynamic and self.input_scale is None:
+        how = self.activations
+        if how and how.granularity == "group" and how.group != self.block:
+            raise ModelError(f"inputs are rounded in groups of {how.group} columns, weights have a scale for {self.block}")
+        if how and not how.dynamic and self.input_scale is None:
             raise ModelError("the config says static activations and the checkpoint has no input_scale")
         return self
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """i32[..., W] -> u8[..., W * 32 / bits]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     codes: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
     return codes.to(torch.uint8).flatten(-2)
 
@@ -15,7 +15,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """u8[..., C] -> i32[..., ceil(C * bits / 32)]; the last word is filled up with zeros."""
     per_word = 32 // bits
     codes = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[-1] % per_word))
-    shifts = torch.arange(0, 32, bits, dtype=torch.int64)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=codes.device)
     words = (codes.reshape(*codes.shape[:-1], -1, per_word) << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
