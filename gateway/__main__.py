@@ -1,5 +1,6 @@
 """python -m gateway --model FOLDER: one gateway process."""
 
+import gc
 import sys
 
 import uvloop
@@ -10,10 +11,13 @@ from shared import model_folder, model_store
 from shared.config import FATAL_EXIT, parse_args
 from shared.observe import setup_logging
 
+GC_THRESHOLDS = (50_000, 20, 50)  # what ends is freed by its references; a collection only stops the streams
+
 
 def main() -> int:
     config = parse_args("Quire's gateway: HTTP for one scheduler")
     setup_logging(config)
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         folder = model_store.resolve(config.model, config.cache_dir)
         name = config.served_model_name or model_store.default_name(config.model)

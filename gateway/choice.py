@@ -213,20 +213,30 @@ class Choice:
 
     def _echo(self) -> None:
         """The prompt is the beginning of the text; its tokens are listed where log-probabilities are."""
-        prompt, skip = self.sequence.prompt, self._request.skip_special_tokens
-        text = self._tokenizer.decode(prompt.ids, skip) if prompt.text is None else prompt.text
+        prompt = self.sequence.prompt
+        if prompt.echo is None:
+            prompt.echo = self._read_prompt()
+        text, starts = prompt.echo
         entries: list[Entry] = []
-        if self._request.logprobs >= 0:
+        if starts:
             nothing = Score(None, [])
             scores = [nothing, *self.prompt_scores]
             scores += [nothing] * (len(prompt.ids) - len(scores))
-            reader, start = detokenizer(self._tokenizer, (), skip), 0
-            for token, score in zip(prompt.ids, scores, strict=False):
-                entries.append(Entry(token, score, start))
-                start += len(reader.push(token))
+            entries = [Entry(*each) for each in zip(prompt.ids, scores, starts, strict=False)]
         self._produced = self._released = len(text)
         if text or entries:
             self._listener.on_text(self, text, entries)
+
+    def _read_prompt(self) -> tuple[str, list[int]]:
+        """The prompt's text and, where its tokens are listed, the position of each in it."""
+        prompt, skip = self.sequence.prompt, self._request.skip_special_tokens
+        starts: list[int] = []
+        if self._request.logprobs >= 0:
+            reader, start = detokenizer(self._tokenizer, (), skip), 0
+            for token in prompt.ids:
+                starts.append(start)
+                start += len(reader.push(token))
+        return self._tokenizer.decode(prompt.ids, skip) if prompt.text is None else prompt.text, starts
 
     def _ended(self) -> None:
         self._listener.on_end(self)

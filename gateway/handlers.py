@@ -5,6 +5,7 @@ import importlib.metadata
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -19,6 +20,8 @@ from gateway.session import Prepared, Session
 from gateway.sse import EventWriter, StreamReply
 from shared.config import Config
 
+DEADLINE_HEADER = "X-Request-Timeout"
+MAX_DEADLINE_S = 7 * 24 * 3600.0
 BODY_S = 60.0  # seconds a client may take to send its body
 CONFIG = web.AppKey("config", Config)
 SESSION = web.AppKey("session", Session)
@@ -49,6 +52,21 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     return json_body.decode(raw, request.app[SESSION].limits.max_depth)
 
 
+def read_deadline(request: web.Request) -> float:
+    """Seconds after which the client does not want an answer any more; 0: it did not say."""
+    text = request.headers.get(DEADLINE_HEADER)
+    if text is None:
+        return 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_DEADLINE_S:
+        shown = text[:40].encode("ascii", "replace").decode()
+        raise BadRequest(f"{DEADLINE_HEADER} must be above 0 and at most {MAX_DEADLINE_S:g} s, got {shown!r}", DEADLINE_HEADER)
+    return seconds
+
+
 def body_too_large(limit: int, size: str) -> ApiError:
     return ApiError(413, f"The body has {size} bytes, limit {limit}", code="body_too_large")
 
@@ -59,6 +77,8 @@ def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefi
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request.app[SESSION]
         valid = parse(await read_body(request), session.limits)
+        if (deadline_s := read_deadline(request)) > 0:
+            valid = replace(valid, deadline_s=deadline_s)
         prepared = await session.prepare(valid)
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         reply = Reply(valid, session.model.tokenizer, session.model.name, request_id, int(time.time()))

@@ -31,6 +31,7 @@ class Limits:
     max_parts: int = 1024  # content parts or tool calls of one message
     max_prompt_ids: int = 4 * 2**20  # ids of all prompts of one request
     max_logprobs: int = 20  # alternatives per token
+    max_logprob_entries: int = 4 * 2**20  # tokens times (alternatives + 1) of one whole answer; a stream keeps none
     max_stops: int = 64  # stop strings
     max_stop_chars: int = 1024  # of one stop string
     max_all_stop_chars: int = 4096  # of all of them

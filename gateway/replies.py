@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from json.encoder import encode_basestring
 from typing import Any
 
 from gateway.choice import Choice, Entry
@@ -11,6 +12,7 @@ from gateway.sequence import Score
 from gateway.session import Run, Usage
 from gateway.tokenizer import Tokenizer
 
+quote = encode_basestring  # the JSON of one string, as dump writes it
 dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 

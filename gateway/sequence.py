@@ -44,6 +44,7 @@ class Prompt:
     ids: list[int]
     text: str | None = None  # as the client gave it; None: it came as ids, or was cut
     column: bytes = b""
+    echo: tuple[str, list[int]] | None = None  # its text and where each token begins in it, once somebody wanted them
     _hashed: tuple[bytes, int, bytes, bytes] = (b"", 0, b"", b"")  # key, page_tokens, root, hashes
 
     def __post_init__(self) -> None:

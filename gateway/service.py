@@ -276,7 +276,10 @@ class Service:
         scores = [_prompt_score(message, row, width) for row in range(sequence.num_scored - message.start, count)]
         if scores:
             sequence.num_scored += len(scores)
-            sequence.sink.on_scores(scores)
+            try:
+                sequence.sink.on_scores(scores)
+            except Exception:
+                self._break(sequence)
 
 
 def _score(message: Tokens, row: int, wanted: int) -> Score | None:

@@ -35,6 +35,7 @@ from gateway.text_stream import StopSet
 from shared import pages
 from shared.config import Config
 
+DEADLINE_GRACE_S = 1.0  # that the scheduler's own answer to a passed deadline may take
 HASH_INLINE_IDS = 4096  # longer prompts are hashed in a thread
 
 
@@ -88,6 +89,7 @@ class Run:
         self.failure: ApiError | None = None
         self.begun = asyncio.Event()  # a first token, an end or a failure is there
         self.done = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._session = session
         self._recipe = prepared.recipe
         self._collector = _Collector(request.stream) if listener is None else None
@@ -105,6 +107,10 @@ class Run:
 
     async def __aenter__(self) -> "Run":
         self._session.remember(self)
+        if self._recipe.deadline_s:  # the scheduler's to notice, unless there is none
+            loop = asyncio.get_running_loop()
+            late = ApiError(504, "The deadline of this request passed", code="deadline_exceeded")
+            self._timer = loop.call_at(self._recipe.arrived + self._recipe.deadline_s + DEADLINE_GRACE_S, self.fail, late)
         for choice in self.choices:
             choice.start(self._listener)
             self._session.service.submit(choice.sequence)
@@ -114,6 +120,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.forget(self)
+        if self._timer is not None:
+            self._timer.cancel()
         metrics = self._session.metrics
         if not self.done.is_set():
             metrics.aborted += 1
@@ -267,7 +275,8 @@ class Session:
         """Turn a request into token ids and check their lengths; BadRequest or Unavailable."""
         self.check_available()
         arrived = self._loop.time()
-        prompts = [await self._prompt(request, source) for source in await self._sources(request)]
+        sources = await self._sources(request)
+        prompts = [await self._prompt(request, source, alone=len(sources) == 1) for source in sources]
         total = sum(len(prompt.ids) for prompt in prompts) * request.n
         if total > self.limits.max_prompt_ids:
             text = f"The prompts times n = {request.n} have {total} tokens, limit {self.limits.max_prompt_ids}"
@@ -275,7 +284,19 @@ class Session:
         seed = random_seed() if request.seed is None else request.seed
         recipe = Recipe.of(request, self.model.eos_ids, seed, arrived)
         max_new = [self._room(request, len(prompt.ids)) for prompt in prompts]
+        self._check_logprobs(request, prompts, max_new)
         return Prepared(request, prompts, max_new, recipe)
+
+    def _check_logprobs(self, request: ValidRequest, prompts: list[Prompt], max_new: list[int]) -> None:
+        """A whole answer is kept until its end: its log-probabilities must fit."""
+        if request.stream:
+            return
+        entries = sum(max_new) * (request.logprobs + 1)
+        entries += sum(len(prompt.ids) for prompt in prompts) * (request.score_width + 1)
+        if entries * request.n > self.limits.max_logprob_entries:
+            text = f"n = {request.n} answers would hold up to {entries * request.n} log-probabilities, limit "
+            text += f"{self.limits.max_logprob_entries}: ask for fewer tokens, choices or alternatives, or stream"
+            raise BadRequest(text, "logprobs", "too_many_items")
 
     async def _sources(self, request: ValidRequest) -> list[str | list[int]]:
         if request.messages is None:
@@ -289,23 +310,23 @@ class Session:
         assert self._template is not None and request.messages is not None
         return await self._template.render(request.messages, request.add_generation_prompt, request.template_arguments)
 
-    async def encode(self, request: ValidRequest, source: str | list[int]) -> list[int]:
-        """Ids of one prompt; one that has none starts from the model's BOS token."""
+    async def encode(self, request: ValidRequest, source: str | list[int], alone: bool = True) -> list[int]:
+        """Ids of one prompt (alone: of one); one that has none starts from the model's BOS token."""
         if isinstance(source, list):
             return source
         tokenizer, field = self.model.tokenizer, "messages" if request.messages is not None else "prompt"
         fewest = tokenizer.fewest_tokens(source)
         if not request.truncate_prompt_tokens and 0 < self.service.max_len < fewest:
             raise _too_long(self.service.max_len, f"the prompt has at least {fewest} tokens", field)
-        ids = await tokenizer.encode_async(source, request.add_special_tokens)
+        ids = await tokenizer.encode_async(source, request.add_special_tokens, alone)
         if ids:
             return ids
         if tokenizer.bos_id is None:
             raise BadRequest("The prompt is empty, and this model has no token to begin with", field, "empty_prompt")
         return [tokenizer.bos_id]
 
-    async def _prompt(self, request: ValidRequest, source: str | list[int]) -> Prompt:
-        ids = await self.encode(request, source)
+    async def _prompt(self, request: ValidRequest, source: str | list[int], *, alone: bool) -> Prompt:
+        ids = await self.encode(request, source, alone)
         text = source if isinstance(source, str) else None
         keep = request.truncate_prompt_tokens
         if keep < 0:

@@ -8,7 +8,7 @@ from typing import cast
 from aiohttp import web
 
 from gateway.choice import Choice, Entry
-from gateway.replies import Reply, dump
+from gateway.replies import Reply, dump, quote
 from gateway.session import Run
 
 log = logging.getLogger("quire.gateway")
@@ -111,7 +111,7 @@ class StreamReply:
         if before is None:
             before = self._begin(choice)
         if self._simple:
-            self._send(before + dump(text).encode() + self._reply.after)
+            self._send(before + quote(text).encode() + self._reply.after)
         else:
             self._send_chunk(self._reply.growth(choice, text, entries))
 

@@ -2,7 +2,7 @@
 
 Run by path, not as a module: it imports jinja2 and the standard library only. Frames on stdin and stdout are a 4-byte length
 and JSON: first {"source", "special", "max_chars"}, then {"messages", "add_generation_prompt", "arguments"}; each answer is
-{"text"} or {"error", "code"}.
+{"text"} or {"error", "code"}. The parent kills what takes too long; were the parent gone, an alarm does.
 """
 
 import json
@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 2**30  # address space of this process
 LENGTH = struct.Struct("<I")
+ALARM_S = 60  # longer than the parent ever waits
 
 
 class TooLong(Exception):
@@ -114,7 +115,10 @@ def main() -> None:
         return
     _write(answers, {"ok": ""})
     while (request := _read(requests)) is not None:
-        _write(answers, _answer(renderer, request))
+        signal.alarm(ALARM_S)  # nobody handles it: it ends the process
+        answer = _answer(renderer, request)
+        signal.alarm(0)
+        _write(answers, answer)
 
 
 if __name__ == "__main__":

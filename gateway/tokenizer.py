@@ -57,8 +57,9 @@ class Tokenizer:
             return ids[1:]
         return ids
 
-    async def encode_async(self, text: str, add_special: bool) -> list[int]:
-        if len(text) <= INLINE_CHARS:
+    async def encode_async(self, text: str, add_special: bool, alone: bool = True) -> list[int]:
+        """encode, in a thread unless the text is short and alone."""
+        if alone and len(text) <= INLINE_CHARS:
             return self.encode(text, add_special)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.encode, text, add_special)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.tokenizer import Tokenizer
 from shared.messages import Finish, Reject
 from tests import gateway_toys
 from tests.integration.gateway_bench import Bench, running
@@ -274,3 +276,41 @@ async def test_http_1_0_clients_get_their_stream(bench: Bench) -> None:
     writer.close()
     assert text.endswith(b"data: [DONE]\n\n")
     assert b"chunked" not in text
+
+
+async def test_a_deadline_is_told_to_the_scheduler_and_kept_without_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(seconds: str) -> Any:
+        return await bench.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Timeout": seconds})
+
+    assert (await ask("30")).status == 200
+    assert 29 < bench.stub.submits[-1].deadline_s <= 30
+    for wrong in ("0", "-1", "nan", "inf", "soon", "1e9"):
+        assert (await ask(wrong)).error["param"] == "X-Request-Timeout"
+    monkeypatch.setattr("gateway.session.DEADLINE_GRACE_S", 0.05)
+    bench.stub.plays = [Play([1], hold=True)]
+    answer = await ask("0.1")
+    assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+    await bench.until_idle()
+
+
+async def test_b13_log_probabilities_of_a_whole_answer_are_bounded(bench: Bench) -> None:
+    fields = {"n": 512, "logprobs": 20, "max_tokens": 2000}
+    answer = await bench.complete(**fields)
+    assert (answer.status, answer.error["param"]) == (400, "logprobs")
+    assert bench.stub.submits == []
+    assert (await bench.complete(**{**fields, "n": 2})).status == 200
+
+
+async def test_many_prompts_are_encoded_off_the_loop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, add_special: bool) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(self, text, add_special)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    answer = await bench.complete(["word"] * 500, max_tokens=1)
+    assert [choice["index"] for choice in answer.body["choices"]] == list(range(500))
+    assert len(threads) == 500
+    assert all(name.startswith("encode") for name in threads)

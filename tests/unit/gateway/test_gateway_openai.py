@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -330,3 +331,11 @@ def test_tokenize_bodies() -> None:
 def test_the_table_lists_every_field() -> None:
     text = table("chat")
     assert all(f"| `{name}` |" in text for name in FIELDS["chat"])
+
+
+def test_the_document_is_what_the_tables_say() -> None:
+    from gateway import api_doc
+
+    assert Path(api_doc.__file__).with_name("API.md").read_text() == api_doc.document(), (
+        "run python -m gateway.api_doc > gateway/API.md"
+    )

@@ -1,0 +1,65 @@
+"""Prints API.md from the tables that requests are checked against: python -m gateway.api_doc > gateway/API.md"""
+
+import dataclasses
+
+from gateway.limits import Limits
+from gateway.schema import CHAT, COMPLETION, table
+
+RULES = """\
+# The HTTP API
+
+Printed by `python -m gateway.api_doc`; do not edit. A field is *implemented*, accepted with *no effect* (for the reason given)
+or *refused*: then 400 names it, unless its value asks for nothing. Fields that are not listed are refused. `null` is absence.
+
+## Routes
+`POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`, `GET /v1/models/{id}`, `POST /tokenize`,
+`POST /detokenize`, `GET /health` (this process lives), `GET /ready` (requests can be computed; 503 with the reason if not),
+`GET /metrics` (Prometheus), `GET /version`.
+
+## Rules
+- **Errors** are `{"error": {"message", "type", "param", "code"}}` on every route. What is wrong with a request is answered
+  before a stream begins; a stream that fails later ends with an error event and no `[DONE]`.
+- **Length.** prompt + max_tokens beyond the model's length is 400 with the numbers; a cap is never lowered in silence. Without
+  a cap the answer gets what is left. A prompt is cut only where truncate_prompt_tokens asks for it, at its beginning.
+- **Stop strings** are found in the text wherever tokens begin and end. The first to end wins, the longest of those that end
+  together; `stop_reason` names it. The first min_tokens tokens are never part of one.
+- **Text, token_ids and logprobs describe the same tokens**: a token is listed when its first character is in the text. The
+  token that ended the answer, and tokens wholly inside the stop string, are not, unless include_stop_str_in_output. `usage`
+  counts every generated token.
+- **Incomplete characters** wait for their next token. What can never be a character becomes U+FFFD, as does an incomplete tail.
+- **Log-probabilities** of minus infinity print as -9999.0; alternatives that were ruled out are left out. `bytes` are exact; a
+  token that is no text by itself prints as `\\xe2\\x80` (completions: `bytes:\\xe2\\x80`).
+- **Choice** j of prompt i has index i * n + j. Choice 0 of a seeded request equals the same request with n = 1.
+- **cached_tokens** is what the prefix cache held before the request, each prompt counted once.
+- **Empty prompts** are 400; a prompt that encodes to no token starts from the model's BOS token, or is 400 if it has none.
+- **Defaults** of temperature, top_p, top_k, min_p and repetition_penalty are those of the model's generation_config.json.
+
+## Headers
+`X-Request-Id` of an answer is unique; a client's `X-Client-Request-Id` or `X-Request-Id` comes back as `X-Client-Request-Id`.
+`X-Request-Timeout: 30` is a deadline in seconds: 504 when it passes. 429 and 503 carry `Retry-After`.
+"""
+
+
+def limits() -> str:
+    rows = ["| limit | value |", "|---|---|"]
+    for each in dataclasses.fields(Limits):
+        if each.name.startswith("max_"):
+            rows.append(f"| {each.name.removeprefix('max_').replace('_', ' ')} | {each.default} |")
+    return "\n".join(rows)
+
+
+def document() -> str:
+    parts = [
+        RULES,
+        "## Limits of a request",
+        limits(),
+        "",
+        "The body's size is `max_body_bytes` of the configuration (413).",
+        "",
+    ]
+    parts += ["## Fields of /v1/chat/completions", table(CHAT), "", "## Fields of /v1/completions", table(COMPLETION)]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(document(), end="")
