@@ -51,5 +51,5 @@ class Ops(Protocol):
 
 
 def load(device: torch.device) -> Ops:
-    name = "gpu_worker.kernels" if device.type == "cuda" else "gpu_worker.reference"
+    name = "gpu_worker.kernels.table" if device.type == "cuda" else "gpu_worker.reference"
     return cast(Ops, importlib.import_module(name))

@@ -59,7 +59,7 @@ def make_batch(plan: StepPlan, slots: Slots) -> Batch:
         sampled_tokens=upload(starts[plan.num_chunk + 1 :].astype(np.int64) - 1, device),
         sample_slots=upload(sampled.copy(), device),
         sample_positions=upload(sample_positions.copy(), device),
-        needs=_needs(slots, sampled, sample_positions),
+        needs=sampling_needs(slots, sampled, sample_positions),
         score_tokens=_long_column(plan.score_positions, device),
         score_targets=_long_column(plan.score_targets, device),
         score_width=plan.score_width,
@@ -74,7 +74,9 @@ def _check_rows(plan: StepPlan, row_slots: IntArray, query_lens: IntArray, slots
     if len(row_slots) != num_rows:
         raise BadPlan(f"plan {plan.step} names {len(row_slots)} slots for {num_rows} rows")
     if num_rows and not (row_slots.min() > 0 and row_slots.max() < slots.num_slots):
-        raise BadPlan(f"plan {plan.step} names slot {row_slots.min()} or {row_slots.max()}, there are 1 to {slots.num_slots - 1}")
+        raise BadPlan(
+            f"plan {plan.step} names slot {row_slots.min()} or {row_slots.max()}, there are 1 to {slots.num_slots - 1}"
+        )
     num_tokens = int(query_lens.sum()) - plan.num_decode
     if query_lens.min(initial=1) < 1 or len(plan.tokens) != 4 * num_tokens:
         raise BadPlan(f"plan {plan.step} has {len(plan.tokens) // 4} tokens for prefill rows of {num_tokens}")
@@ -99,7 +101,8 @@ def _rows_where(wanted: npt.NDArray[np.bool_], device: torch.device) -> Tensor |
     return upload(rows, device) if len(rows) else None
 
 
-def _needs(slots: Slots, sampled: IntArray, positions: IntArray) -> Needs:
+def sampling_needs(slots: Slots, sampled: IntArray, positions: IntArray) -> Needs:
+    """What the sampled slots ask for; positions: i32[S], of the tokens to be sampled."""
     records = slots.host_records[sampled]
     logprobs = records["logprobs"]
     filtered = (records["top_k"] > 0) | (records["top_p"] < 1) | (records["min_p"] > 0)

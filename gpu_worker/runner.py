@@ -6,7 +6,9 @@ device and packs the result. Launches happen in plan order on one stream; collec
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +16,13 @@ from gpu_worker.batch import Batch, Sampled
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.memory import MemoryPlan
 from gpu_worker.model.decoder import Decoder
-from gpu_worker.prepare import make_batch
+from gpu_worker.prepare import BadPlan, make_batch, sampling_needs
 from gpu_worker.prompt_scores import prompt_scores
 from gpu_worker.slots import Slots
 from shared.messages import StepDone, StepPlan
+
+if TYPE_CHECKING:  # it imports triton, which only a GPU needs
+    from gpu_worker.graphs import DecodeGraphs
 
 Scores = tuple[Tensor, Tensor, Tensor]  # log-probabilities [P], ids [P, width], logs [P, width]
 
@@ -29,9 +34,9 @@ class Step:
     number: int
     sampled: Sampled | None
     scores: Scores | None
-    done: torch.cuda.Event | None  # None: computed already
-    started: float
-    ended: float
+    step_us: int  # device time; of a GPU read from the events in collect
+    started: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None  # None: computed already
 
 
 class Runner:
@@ -49,6 +54,12 @@ class Runner:
             dtype=dtype,
             device=device,
         )
+        self.graphs = _decode_graphs(self, memory.num_slots - 1) if device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Use a moment without plans; False when there is nothing left to prepare."""
+        return self.graphs is not None and self.graphs.capture_next()
 
     def reset(self) -> None:
         """A new incarnation: slots are forgotten, pages keep their content (the inventory names the good ones)."""
@@ -66,10 +77,41 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Step:
-        started = time.perf_counter()
-        batch = self.prepare(plan)
-        sampled, scores = self.forward(batch)
-        return self._on_the_way(plan.step, sampled, scores, started)
+        clock, started = time.perf_counter(), self._event()
+        if self.graphs is not None and self.graphs.takes(plan):
+            sampled: Sampled | None = self._replay(self.graphs, plan)
+            scores: Scores | None = None
+        else:
+            sampled, scores = self.forward(self.prepare(plan))
+        if started is None:
+            return Step(plan.step, sampled, scores, int((time.perf_counter() - clock) * 1e6))
+        sampled = None if sampled is None else Sampled(*(None if each is None else _to_host(each) for each in sampled))  # type: ignore[arg-type]
+        scores = None if scores is None else (_to_host(scores[0]), _to_host(scores[1]), _to_host(scores[2]))
+        return Step(plan.step, sampled, scores, 0, started, self._event())
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _replay(self, graphs: "DecodeGraphs", plan: StepPlan) -> Sampled:
+        """A plan of decode rows only, as a graph."""
+        slots = self.slots
+        row_slots = np.frombuffer(plan.row_slots, np.int32)
+        if len(row_slots) != plan.num_decode or row_slots.min() < 1 or row_slots.max() >= slots.num_slots:
+            raise BadPlan(f"plan {plan.step} names {len(row_slots)} slots for {plan.num_decode} rows, or a slot out of range")
+        slots.apply(plan, self.cache, staged=True)
+        positions = slots.host_lengths[row_slots]
+        if positions.max() >= slots.max_model_len:
+            raise BadPlan(
+                f"plan {plan.step} makes a slot {positions.max() + 1} tokens long, the limit is {slots.max_model_len}"
+            )
+        slots.host_lengths[row_slots] = positions + 1
+        needs = sampling_needs(slots, row_slots, positions + 1)
+        tokens = graphs.replay(plan, positions)
+        return Sampled(tokens, None, None, None) if graphs.is_plain(needs) else graphs.resample(needs, plan.num_decode)
 
     def prepare(self, plan: StepPlan) -> Batch:
         self.slots.apply(plan, self.cache)
@@ -89,9 +131,10 @@ class Runner:
 
     def collect(self, step: Step) -> StepDone:
         """Wait for the step and pack its results."""
-        if step.done is not None:
+        step_us = step.step_us
+        if step.done is not None and step.started is not None:
             step.done.synchronize()
-            step.ended = time.perf_counter()
+            step_us = int(step.started.elapsed_time(step.done) * 1e3)
         tokens, logprobs, top_ids, top_logprobs = step.sampled or (None, None, None, None)
         score_logprobs, score_ids, score_tops = step.scores or (None, None, None)
         return StepDone(
@@ -105,17 +148,17 @@ class Runner:
             score_top_width=0 if score_ids is None else score_ids.shape[1],
             score_top_ids=_column(score_ids),
             score_top_logprobs=_column(score_tops),
-            step_us=int((step.ended - step.started) * 1e6),
+            step_us=step_us,
         )
 
-    def _on_the_way(self, number: int, sampled: Sampled | None, scores: Scores | None, started: float) -> Step:
-        if self.device.type == "cpu":
-            return Step(number, sampled, scores, None, started, time.perf_counter())
-        on_host = None if sampled is None else Sampled(*(None if each is None else _to_host(each) for each in sampled))  # type: ignore[arg-type]
-        scores_on_host = None if scores is None else (_to_host(scores[0]), _to_host(scores[1]), _to_host(scores[2]))
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return Step(number, on_host, scores_on_host, done, started, started)
+
+@torch.inference_mode()
+def _decode_graphs(runner: Runner, max_rows: int) -> "DecodeGraphs":
+    from gpu_worker.graphs import DecodeGraphs
+
+    graphs = DecodeGraphs(runner.decoder, runner.slots, runner.cache, max_rows)
+    graphs.capture_first()
+    return graphs
 
 
 def _to_host(tensor: Tensor) -> Tensor:

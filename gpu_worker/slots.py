@@ -72,11 +72,14 @@ class Slots:
 
     # --- a plan's deltas, in the order the contract gives -----------------------------------------------------------------
 
-    def apply(self, plan: StepPlan, cache: KVCache) -> None:
-        self._open(plan.opens)
+    def apply(self, plan: StepPlan, cache: KVCache, *, staged: bool = False) -> None:
+        """staged: only what the host keeps; kernels.apply_plan brings the same deltas to the device."""
+        upload_too = self.device.type != "cpu" and not staged
+        self._open(plan.opens, upload_too)
         self._edit(plan.edit_counts, plan.edits)
-        self._remember(plan.history_counts, plan.history)
-        self._write_pages(plan.page_writes, cache)
+        if not staged:
+            self._remember(plan.history_counts, plan.history)
+        self._write_pages(plan.page_writes, cache, upload_too)
         if plan.page_copies:
             copies = i32_table(plan.page_copies, 2)
             cache.copy_pages(
@@ -93,7 +96,7 @@ class Slots:
         self.records.zero_()
         self.last_tokens.zero_()
 
-    def _open(self, column: bytes) -> None:
+    def _open(self, column: bytes, upload_too: bool) -> None:
         if not column:
             return
         opens = np.frombuffer(column, OPEN_DTYPE)
@@ -101,7 +104,7 @@ class Slots:
         self.host_lengths[slots] = opens["computed"]
         records = np.ascontiguousarray(np.frombuffer(column, np.int32).reshape(-1, 2 + RECORD_WORDS)[:, 2:])
         self.host_records[slots] = records.view(RECORD_DTYPE)[:, 0]
-        if self.device.type != "cpu":
+        if upload_too:
             self.records[upload(slots.astype(np.int64), self.device)] = upload(records, self.device)
         for slot in slots.tolist():
             self.host_edits.pop(slot, None)
@@ -123,12 +126,12 @@ class Slots:
             self.tokens[slot, first : first + count] = upload(ids[start : start + count].copy(), self.device)
             start += count
 
-    def _write_pages(self, column: bytes, cache: KVCache) -> None:
+    def _write_pages(self, column: bytes, cache: KVCache, upload_too: bool) -> None:
         if not column:
             return
         slots, indexes, pages = i32_table(column, 3).T
         self.host_page_table[slots, indexes] = pages
-        if self.device.type != "cpu":
+        if upload_too:
             where = (upload(slots.astype(np.int64), self.device), upload(indexes.astype(np.int64), self.device))
             self.page_table[where] = upload(pages.copy(), self.device)
         # Pages that this slot will write (the others hold its cached prefix).

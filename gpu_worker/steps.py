@@ -15,6 +15,7 @@ from gpu_worker.runner import Runner, Step
 from shared.messages import StepDone, StepPlan
 
 FAULT_TEXT_CHARS = 4000
+IDLE_S = 0.2  # without a plan for this long the launch thread may do other work
 
 
 class StepHandler(Protocol):
@@ -64,7 +65,7 @@ class Steps:
 
     def _launch_all(self) -> None:
         current = 0
-        while (item := self._plans.get()) is not None:
+        while (item := self._next_plan()) is not None:
             if item.incarnation == self._failed:
                 continue
             if item.incarnation != current:
@@ -79,6 +80,15 @@ class Steps:
                 self._launched.put(_Launched(current, step))
             self.busy_s += time.perf_counter() - started
         self._launched.put(None)
+
+    def _next_plan(self) -> _Plan | None:
+        """Waits; meanwhile the runner may prepare what it puts off."""
+        while True:
+            try:
+                return self._plans.get(timeout=IDLE_S)
+            except queue.Empty:
+                if not self._runner.idle():
+                    return self._plans.get()
 
     def _complete_all(self) -> None:
         while (item := self._launched.get()) is not None:
