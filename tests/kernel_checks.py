@@ -70,7 +70,7 @@ def check_decode(
     case = paged(lengths, kv_heads, head, page, dtype, device, groups, spare_pages, seed)
     # Queries with the row stride of a qkv product.
     wide = torch.randn((len(lengths), (q_heads + 2 * kv_heads) * head), device=device).to(dtype)
-    q = wide[:, : q_heads * head].unflatten(1, (q_heads, head))
+    q, _, _ = reference.heads(wide, q_heads, kv_heads, head)
     out = run_decode(q, case, head**-0.5, window, soft_cap, target)
     for row, length in enumerate(lengths):
         if length:
@@ -101,7 +101,7 @@ def check_prefill(
     padding = 3  # lines of qkv past the batch hold NaN
     qkv = torch.full((sum(new) + padding, (q_heads + 2 * kv_heads) * head), float("nan"), dtype=dtype, device=device)
     qkv[: sum(new)] = torch.randn((sum(new), qkv.shape[1]), device=device).to(dtype)
-    q, k, v = (part.unflatten(1, (-1, head)) for part in qkv.split([q_heads * head, kv_heads * head, kv_heads * head], 1))
+    q, k, v = reference.heads(qkv, q_heads, kv_heads, head)
     prefixes = case.context_lens
     lens = prefixes + torch.tensor(new, dtype=torch.int32, device=device)
     out = torch.full((sum(new) + padding, q_heads, head), float("nan"), dtype=dtype, device=device)
@@ -132,7 +132,7 @@ def check_norms(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> No
 
 def check_silu_mul(tokens: int, width: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn((tokens, 2 * width), device=device).to(dtype)
-    gate, up = x.double().split(width, 1)
+    gate, up = x.double()[:, :width], x.double()[:, width:]
     assert error(silu_mul(x), torch.nn.functional.silu(gate) * up) < tolerance(dtype)
 
 
@@ -149,22 +149,21 @@ def check_rope(
     caches = [torch.full((pages, kv_heads, page, head), float("nan"), dtype=dtype, device=device) for _ in range(2)]
     untouched = [cache.clone() for cache in caches]
     qkv = torch.randn((tokens, (q_heads + 2 * kv_heads) * head), device=device).to(dtype)
-    before = qkv.clone().unflatten(1, (-1, head))
+    before = qkv.clone()
     cells = (torch.randperm((pages - 1) * page - 1)[:tokens] + page).to(device)
     cells[0] = pages * page - 1
     cells[-1] = 5  # padding writes to page 0
     positions = torch.randint(0, 50, (tokens,), dtype=torch.int32, device=device)
     cos_sin = torch.randn((50, rope_dim), device=device)
     weights = [torch.randn(head, device=device).to(dtype) for _ in range(2)] if norm else [None, None]
-    q, k, v = rope_and_store(qkv, positions, cells, cos_sin, *caches, q_heads, *weights, 1e-6)
-    parts = list(before.split([q_heads, kv_heads, kv_heads], 1))
+    q, k, v = rope_and_store(qkv, positions, cells, cos_sin, caches[0], caches[1], q_heads, weights[0], weights[1], 1e-6)
+    parts = list(reference.heads(before, q_heads, kv_heads, head))
     for number, weight in enumerate(weights):
         part = parts[number].double()
         parts[number] = reference.rope(part if weight is None else reference.rms_norm(part, weight, 1e-6), positions, cos_sin)
     for out, expected in zip((q, k, v), parts, strict=True):
         assert error(out, expected) < tolerance(dtype)
     for cache, clean, new in zip(caches, untouched, (k, v), strict=True):
-        clean.transpose(1, 2).reshape(-1, kv_heads, head)
         flat = cache.transpose(1, 2).flatten(0, 1)
         assert torch.equal(flat[cells], new)
         clean_flat = clean.transpose(1, 2).flatten(0, 1)

@@ -90,6 +90,12 @@ def paged(
     )  # fmt: skip
 
 
+def heads(qkv: Tensor, q_heads: int, kv_heads: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q, k, v [T, heads, d] of the rows of a qkv product."""
+    parts = qkv.reshape(len(qkv), q_heads + 2 * kv_heads, head)
+    return parts[:, :q_heads], parts[:, q_heads : q_heads + kv_heads], parts[:, q_heads + kv_heads :]
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0) -> Tensor:
     """q: [n, hq, d], the last n of the context's tokens; k, v: [context, hkv, d] -> float64 [n, hq, d]."""
     ratio = q.shape[1] // k.shape[1]
@@ -114,8 +120,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     """x: [T, h, d] -> float64, half-split rotation of the first rope_dim dimensions."""
     half = cos_sin.shape[1] // 2
-    cos, sin = (part[:, None] for part in cos_sin[positions.long()].double().split(half, -1))
-    first, second, rest = x.double().split([half, half, x.shape[-1] - 2 * half], -1)
+    angles, x = cos_sin[positions.long()].double()[:, None], x.double()
+    cos, sin = angles[..., :half], angles[..., half:]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 

@@ -132,7 +132,8 @@ def apply_penalties(
     """Repetition penalty of every token of the sequence, then presence and frequency penalties of its output tokens.
 
     logits: f32 [S, V]; rows: i64 [n], rows with a penalty; row_slots, positions: i32 [S]; history: i32 [slots, max_len],
-    tokens [0, position) of those slots are valid; num_prompts: i32 [slots]; presence, frequency, repetition: f32 [slots], the four at one stride.
+    tokens [0, position) of those slots are valid; num_prompts: i32 [slots]; presence, frequency, repetition: f32
+    [slots]; the four at one stride.
     """
     if rows.shape[0]:
         _penalize[(min(rows.shape[0], space.counts.shape[0]),)](

@@ -80,10 +80,7 @@ def _attention_shared(
         live = token < end
         page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
         cell = (page * page_stride + (token % PAGE) * token_stride)[:, None]
-        if HEAD == HEAD_PAD:
-            kv_mask = live[:, None]
-        else:
-            kv_mask = live[:, None] & (offset < HEAD)[None, :]
+        kv_mask = live[:, None] if HEAD == HEAD_PAD else live[:, None] & (offset < HEAD)[None, :]
         keys = tl.load(k_head + cell, mask=kv_mask, other=0.0)
         s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         s = tl.where(live[None, :], capped(s, scale, soft_cap, HAS_CAP), MASKED)

@@ -193,7 +193,9 @@ def schedule_decode(
     min_span: int = SPAN_STEP,
     shared_block_m: int = 128,
 ) -> None:
-    """Fill `into` for decode rows of context_lens (0: padding) and row_slots, i32 [R] each. One list serves all layers of one window.
+    """Fill `into` for decode rows of context_lens (0: padding) and row_slots, i32 [R] each.
+
+    One list serves all layers of one window.
 
     The targets and shared_block_m must equal those of allocate. A windowed list reads no shared pages.
     """

@@ -210,8 +210,8 @@ def _round(
             tl.store(cell + 7, tl.sum(m7, 0))
         else:
             # Nothing to narrow; finite zeros keep the next round's sums defined.
-            cells = new_partials + (number * splits + split) * 8 + candidate
-            tl.store(cells, tl.zeros([8], tl.float32))
+            blank = new_partials + (number * splits + split) * 8 + candidate
+            tl.store(blank, tl.zeros([8], tl.float32))
 
 
 @triton.jit

@@ -65,11 +65,11 @@ def _draw(
         if FILTERED:
             live = x >= threshold
             x = tl.where(live, x, -INFINITY)
-            if NOISE:
+            if NOISE:  # noqa: SIM102 - a compile-time condition around one of the run
                 if (temperature > 0.0) & (tl.max(live.to(tl.int32), 0) > 0):
                     x += temperature * gumbel(k0, k1, id, FAST)
         else:
-            if NOISE:
+            if NOISE:  # noqa: SIM102
                 if temperature > 0.0:
                     x += temperature * gumbel(k0, k1, id, FAST)
         take = x > value
@@ -127,8 +127,8 @@ def draw(
     """One token per row, -1 where no logit is above -inf or any is NaN.
 
     logits: [S, V] f32 or bf16; row_slots: i32 [S]; positions: i32 [S], index of the sampled token in its sequence;
-    seeds: i32 [slots, 2], low and high word; temperatures: f32 [slots], 0: greedy, at the stride of seeds; thresholds: f32 [S], logits below it are dropped;
-    noise False: no row has a temperature -> i32 [S].
+    seeds: i32 [slots, 2], low and high word; temperatures: f32 [slots], 0: greedy, at the stride of seeds;
+    thresholds: f32 [S], logits below it are dropped; noise False: no row has a temperature -> i32 [S].
     """
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
