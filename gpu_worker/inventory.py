@@ -50,5 +50,10 @@ class Inventory:
         self._announced.clear()
         self._written.clear()
 
+    @property
+    def pages(self) -> dict[int, bytes]:
+        """Page -> hash of its content."""
+        return dict(self._hashes)
+
     def column(self) -> bytes:
         return b"".join(_REGISTRATION.pack(page, digest) for page, digest in self._hashes.items())
