@@ -181,6 +181,11 @@ class Core:
         out.extend(flush(self.cell))
         return out
 
+    def excuse(self, stalled_s: float) -> None:
+        """This process did not run for so long: results may lie unread, so no step is late because of it."""
+        for replica in self.cell.replicas.values():
+            replica.oldest_since += stalled_s
+
     def tick(self, now: float) -> list[Out]:
         """Time passes: deadlines, hung workers, audits, status. Called a few times a second, before pump."""
         out = self._pass_deadlines(now)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 PRIOR = (64, 128, 256, 512, 1024)  # tokens; what a cell that has finished nothing yet expects
 RECENT = 256  # outputs remembered
-QUANTILE = 0.8
+QUANTILE = 0.7
 
 
 class OutputLengths:

@@ -27,6 +27,7 @@ from shared.wire import Hub
 log = logging.getLogger("quire.scheduler")
 
 TICK_S = 0.1
+STALL_S = 0.1  # longer than this late, the loop was blocked or the machine suspended
 KEY_BYTES = 32
 
 
@@ -129,7 +130,11 @@ class Service:
 
     async def _tick(self) -> None:
         while True:
+            slept = self.now()
             await asyncio.sleep(TICK_S)
+            stalled_s = self.now() - slept - TICK_S
+            if stalled_s > STALL_S:
+                self.core.excuse(stalled_s)
             self.send(self.core.tick(self.now()))
             self._pump()
 

@@ -175,7 +175,7 @@ async def test_stream_outlives_its_worker(config: Config, service: Service, gate
 async def test_faulting_step_is_retried_and_a_hung_worker_is_replaced(
     config: Config, service: Service, gateway: Gateway
 ) -> None:
-    service.cell.step_timeout_s = 0.3
+    service.cell.step_timeout_s = 1.0
     async with running(StubWorker(config, script=[4], trouble=Trouble(fault_at_step=2, freeze_at_step=6))):
         gateway.submit(1, [1, 2, 3], 30)
         await gateway.until(lambda: 1 in gateway.ends)

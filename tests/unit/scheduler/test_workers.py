@@ -211,6 +211,17 @@ def test_hung_step_is_noticed_and_its_worker_sent_away() -> None:
     assert small.output[1] == [7] * 20
 
 
+def test_own_stall_is_no_hung_step() -> None:
+    small = SmallCell()
+    small.join()
+    small.submit(1, [1, 2], max_new=20)
+    small.core.excuse(50.0)
+    small.tick(50.0)
+    assert small.cell.replicas
+    small.tick(11.0)
+    assert not small.cell.replicas
+
+
 @pytest.mark.parametrize(
     "change",
     [
