@@ -1,4 +1,4 @@
-"""The attention twin against a float64 reference: head ratios, windows, page edges, padding, shared prefixes, poisoned pages."""
+"""The attention twin against a float64 reference: head ratios, windows, page edges, shared prefixes, poisoned pages."""
 
 import random
 

@@ -61,7 +61,9 @@ def test_tables_equal_transformers(name: str, old_keys: bool) -> None:
 def test_dynamic_frequencies_equal_transformers_exactly() -> None:
     limit, scaling = SCALINGS["dynamic"]
     theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](
-        LlamaConfig(**SHAPE, max_position_embeddings=limit, rope_parameters={**scaling, "rope_theta": 5e5}), "cpu", seq_len=LENGTH
+        LlamaConfig(**SHAPE, max_position_embeddings=limit, rope_parameters={**scaling, "rope_theta": 5e5}),
+        "cpu",
+        seq_len=LENGTH,
     )
     config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": limit, **SHAPE, "rope_theta": 5e5}
     ours = inverse_frequencies(read_spec(config | {"rope_scaling": scaling}).rope, LENGTH)

@@ -1,4 +1,4 @@
-"""The sampler twin against slow references, row by row, and its rules: seeds, edits, penalties, extreme settings, nothing allowed."""
+"""The sampler twin against slow references, and its rules: seeds, edits, penalties, extreme settings, nothing allowed."""
 
 import math
 import random

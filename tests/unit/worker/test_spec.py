@@ -33,7 +33,8 @@ def test_defaults_of_a_short_config() -> None:
     ({"architectures": ["LlamaForCausalLM"], "sliding_window": 128}, (0, 0, 0)),
     ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}, (0, 0, 0)),
     ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": True}, (0, 0, 0)),
-    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1}, (0, 128, 128)),
+    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1},
+     (0, 128, 128)),
     ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 8, "use_sliding_window": True,
       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (8, 0, 8)),
 ])  # fmt: skip
@@ -80,7 +81,8 @@ def test_context_limit_of_stretched_models() -> None:
     ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
     ({"num_key_value_heads": 3}, ["4 heads", "3 KV heads"]),
     ({"torch_dtype": "float8"}, ["float8", "bfloat16"]),
-    ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types", "3"]),
+    ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+     ["layer_types", "3"]),
 ])  # fmt: skip
 def test_what_is_unknown_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ModelError) as refused:
