@@ -79,6 +79,10 @@ class Core:
         if hello.protocol != PROTOCOL:
             text = f"gateway {hello.name} speaks protocol {hello.protocol}, the scheduler {PROTOCOL}"
             return [(peer, Reset(text, True))]
+        text = self.workers.other_model(f"gateway {hello.name}", hello.model)
+        if text:
+            workers.log.error("gateway refused", extra={"peer": peer, "reason": text})
+            return [(peer, Reset(text, True))]
         cell = self.cell
         if peer in cell.gateways:
             self._drop_gateway(peer, "said hello again")
@@ -86,7 +90,7 @@ class Core:
             if outbox.name == hello.name:  # its earlier incarnation; what is still wanted is submitted again
                 for seq in list(outbox.sequences.values()):
                     cell.finish(seq, Finish.ABORT)
-        cell.gateways[peer] = Outbox(peer, hello.name)
+        cell.gateways[peer] = Outbox(peer, hello.name, hello.model)
         welcome = GatewayWelcome(PROTOCOL, cell.epoch, cell.page_tokens, cell.hash_key)
         return [(peer, welcome), (peer, self.status(now))]
 

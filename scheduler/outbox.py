@@ -18,6 +18,7 @@ class Outbox:
         "ids",
         "indexes",
         "logprobs",
+        "model",
         "name",
         "peer",
         "scores",
@@ -30,9 +31,10 @@ class Outbox:
         "top_width",
     )
 
-    def __init__(self, peer: str, name: str) -> None:
+    def __init__(self, peer: str, name: str, model: str) -> None:
         self.peer = peer
         self.name = name
+        self.model = model  # fingerprint
         self.sequences: dict[int, Sequence] = {}  # live ones by id
         self.clear()
 

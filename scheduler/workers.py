@@ -18,6 +18,11 @@ def _inventory(hello: WorkerHello) -> dict[int, bytes]:
     return {int.from_bytes(entry[:4], "little", signed=True): entry[4:] for entry in entries}
 
 
+def _folder(model: str) -> str:
+    """The model folder's part of a fingerprint; a worker may add words about how it computes."""
+    return model.partition(" ")[0]
+
+
 class Workers:
     """Peers of the worker link. A replica exists while all of its ranks are here."""
 
@@ -25,7 +30,6 @@ class Workers:
         self._cell = cell
         self._hellos: dict[str, WorkerHello] = {}  # by peer: everybody who said hello and was not told to go
         self._faulted: set[str] = set()  # reported a fault and will say hello again
-        self._model = ""  # of this cell
         # What was certain about a replica's pages when it was dropped: bounds the inventory it may come back with.
         self._certain: dict[str, dict[int, bytes]] = {}
 
@@ -59,8 +63,14 @@ class Workers:
             log.error("worker refused", extra={"peer": peer, "reason": problem})
             return [*out, (peer, Reset(problem, True))]
         self._hellos[peer] = hello
-        self._model = hello.model
         return out + self._gather(hello.replica, now)
+
+    def other_model(self, name: str, model: str) -> str:
+        """Which worker a gateway of this model cannot work with, with both values; empty when it can work with all."""
+        for known in self._hellos.values():
+            if _folder(model) != _folder(known.model):
+                return f"{name} has model {model}, worker {known.replica}/{known.rank} serves model {known.model}"
+        return ""
 
     def _problem(self, hello: WorkerHello) -> str:
         """Why this worker cannot serve here, with both values; empty when it can."""
@@ -70,9 +80,12 @@ class Workers:
             return f"{name} speaks protocol {hello.protocol}, the scheduler {PROTOCOL}"
         if hello.page_tokens != cell.page_tokens:
             return f"{name} has pages of {hello.page_tokens} tokens, the scheduler {cell.page_tokens} (block_size)"
-        in_use = bool(self._hellos) or any(box.sequences for box in cell.gateways.values())
-        if self._model and hello.model != self._model and in_use:
-            return f"{name} serves model {hello.model}, the others {self._model}"
+        for known in self._hellos.values():
+            if hello.model != known.model:
+                return f"{name} serves model {hello.model}, worker {known.replica}/{known.rank} model {known.model}"
+        for outbox in cell.gateways.values():
+            if _folder(hello.model) != _folder(outbox.model):
+                return f"{name} serves model {hello.model}, gateway {outbox.name} model {outbox.model}"
         if not 0 <= hello.rank < hello.tp:
             return f"{name}: rank {hello.rank} of {hello.tp}"
         for field in ("num_pages", "num_slots", "max_batched_tokens", "max_model_len"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shared.columns import i32
-from shared.messages import PROTOCOL, Drain, Fault, Finish, Reset, StepDone, StepPlan, WorkerAlive, WorkerWelcome
+from shared.messages import PROTOCOL, Drain, Fault, Finish, GatewayHello, Reset, StepDone, StepPlan, WorkerAlive, WorkerWelcome
 from tests.unit.scheduler.cells import SmallCell, rows_of
 
 PEER = "w/r/0/1"
@@ -42,7 +42,21 @@ def test_a_new_model_may_come_when_nobody_uses_the_old_one() -> None:
     small.join()
     small.gone(PEER)
     small.join(model="other", peer="w/r/0/2")
+    reset = resets(small)["w/r/0/2"]
+    assert reset.fatal and "model other" in reset.reason and "gateway a model m" in reset.reason
+    small.gone("g/a/1")
+    small.join(model="other", peer="w/r/0/3")
     assert small.replica().model == "other"
+
+
+def test_gateway_of_another_model_is_refused() -> None:
+    small = SmallCell()
+    small.join(model="m bfloat16")
+    small.gateway(GatewayHello(PROTOCOL, "b", "other"), peer="g/b/1")
+    reset = resets(small)["g/b/1"]
+    assert reset.fatal and "other" in reset.reason and "m bfloat16" in reset.reason
+    small.gateway(GatewayHello(PROTOCOL, "c", "m"), peer="g/c/1")
+    assert list(small.cell.gateways) == ["g/a/1", "g/c/1"]
 
 
 def test_stranger_must_say_hello() -> None:
