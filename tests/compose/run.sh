@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# The compose stack for real, on the CPU: up, Paris, three gateways, deaths and a partition under load, metrics, down.
+# Needs a running docker with compose, and the virtual environment (openai). BUILD=0 takes the images that are there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+export COMPOSE_PROJECT_NAME=quire-test QUIRE_PORTS=${QUIRE_PORTS:-18000-18002}
+export QUIRE_DTYPE=float32  # in bfloat16 a near tie may fall either way when the rows of a step are others
+FIRST_PORT=${QUIRE_PORTS%-*}
+PYTHON=${PYTHON:-.venv/bin/python}
+BUILD=${BUILD:-1}
+LOAD_S=${LOAD_S:-20}
+ROLES="scheduler worker gateway"
+PASSED=0 FAILED=0
+
+compose() { docker compose -f compose.yaml -f compose.cpu.yaml "$@"; }
+container() { docker ps -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
+    --filter "label=com.docker.compose.service=$1" | head -1; }
+urls() { for number in 0 1 2; do echo "http://127.0.0.1:$((FIRST_PORT + number))/v1"; done; }
+
+check() {  # NAME COMMAND...: one line of the result
+    local name=$1 started=$SECONDS
+    shift
+    if "$@"; then PASSED=$((PASSED + 1)); echo "ok      $name ($((SECONDS - started)) s)"
+    else FAILED=$((FAILED + 1)); echo "FAILED  $name"; fi
+}
+
+paris() {
+    "$PYTHON" - "http://127.0.0.1:$1/v1" <<'PY'
+import sys
+from openai import OpenAI
+client = OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
+answer = client.chat.completions.create(model=client.models.list().data[0].id, temperature=0, max_tokens=30,
+    messages=[{"role": "user", "content": "Tell me the capital of France in one sentence."}]).choices[0].message.content
+print(f"        {answer}")
+sys.exit("Paris" not in (answer or ""))
+PY
+}
+
+while_loaded() {  # COMMAND...: streams run, the command happens to the stack, the streams go on
+    local output status=0
+    output=$(mktemp)
+    # shellcheck disable=SC2046
+    "$PYTHON" tests/compose/load.py "$LOAD_S" $(urls) > "$output" 2>&1 &
+    local load=$!
+    until grep -q loaded "$output"; do
+        if ! kill -0 "$load" 2> /dev/null; then break; fi
+        sleep 0.2
+    done
+    sleep 2
+    "$@" > /dev/null
+    wait "$load" || status=$?
+    sed 's/^/        /' "$output" | grep -v loaded
+    rm -f "$output"
+    return "$status"
+}
+
+kill_and_start() { docker kill "$(container "$1")"; sleep 1; compose start "$1" 2>&1; }
+crash() {  # the process dies by itself, and the restart policy brings it back
+    compose exec -T "$1" python -c "import os; [os.kill(int(p), 9) for p in os.listdir('/proc')
+        if p.isdigit() and 1 < int(p) < os.getpid() and b'-m' in open(f'/proc/{p}/cmdline', 'rb').read()]" || true
+}
+partition() { local who; who=$(container "$1"); docker network disconnect "${COMPOSE_PROJECT_NAME}_inner" "$who"; sleep 8
+    docker network connect --alias "$1" "${COMPOSE_PROJECT_NAME}_inner" "$who"; }
+
+not_root() { test "$(compose exec -T "$1" python -c 'import os; print(os.getuid())')" = 10001; }
+read_only() { ! compose exec -T "$1" python -c 'open("/app/x", "w")' 2> /dev/null; }
+keys_apart() {  # each role has its own secret and no other's
+    test "$(compose exec -T "$1" python -c 'import os; print([f for f in os.listdir("/keys") if f.endswith(".secret")])')" = "['$1.secret']"; }
+published() { test "$(docker ps --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" --format '{{.Names}} {{.Ports}}' \
+    | grep -- '->' | grep -vc gateway)" = 0; }
+
+clean() { compose down --volumes --remove-orphans --timeout 20 > /dev/null 2>&1; }
+nothing_left() {
+    local left
+    left=$(for kind in container volume network; do
+        docker "$kind" ls -q $([ $kind = container ] && echo -a) --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME"; done)
+    test -z "$left"
+}
+
+trap clean EXIT
+clean || true
+if [ "$BUILD" = 1 ]; then compose build --quiet keys model gateway; fi
+# shellcheck disable=SC2086
+check "up --wait" compose up -d --wait --no-build --quiet-pull $ROLES
+QUIRE_FIRST=$(docker port "$(container gateway)" 8000/tcp | head -1 | sed 's/.*://')
+check "the OpenAI SDK gets Paris" paris "$QUIRE_FIRST"
+for role in $ROLES; do
+    check "$role: not root" not_root "$role"
+    check "$role: read-only root" read_only "$role"
+    check "$role: only its own secret" keys_apart "$role"
+done
+check "only the gateway's port is published" published
+# shellcheck disable=SC2086
+check "--scale gateway=3" compose up -d --wait --no-build --scale gateway=3 $ROLES
+for number in 0 1 2; do check "gateway $number answers" paris $((FIRST_PORT + number)); done
+check "streams survive docker kill of the worker" while_loaded kill_and_start worker
+check "streams survive a crash of the scheduler" while_loaded crash scheduler
+check "streams survive docker kill of the scheduler" while_loaded kill_and_start scheduler
+check "streams survive a gateway cut off from the network for 8 s" while_loaded partition gateway
+check "streams survive the worker cut off from the network for 8 s" while_loaded partition worker
+check "Paris after all that" paris "$FIRST_PORT"
+compose logs --no-log-prefix scheduler 2>&1 | grep -E '"level": "(error|critical)"' | head -5 || true
+docker image ls --format '        {{.Repository}}:{{.Tag}}  {{.Size}}' | grep -E 'quire-|python:3.11-slim' || true
+clean
+check "down leaves nothing" nothing_left
+echo "$PASSED passed, $FAILED failed"
+test "$FAILED" = 0
