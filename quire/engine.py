@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -79,19 +79,17 @@ class AsyncEngine:
         finally:
             waiting.cancel()
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str = ""
-    ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt: all that is there so far, each time it grew. Leaving the iteration ends the work."""
-        async for output in self._stream(self._completion(prompt, sampling_params, stream=True), request_id):
-            yield output
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt: all that is there so far, each time it grew. Closing the generator ends the work."""
+        return self._stream(self._completion(prompt, sampling_params, stream=True), request_id)
 
-    async def chat(
+    def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, request_id: str = ""
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; otherwise as generate."""
-        async for output in self._stream(self._chat(messages, sampling_params, stream=True), request_id):
-            yield output
+        return self._stream(self._chat(messages, sampling_params, stream=True), request_id)
 
     async def complete(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Continue a prompt to its end."""
@@ -114,7 +112,7 @@ class AsyncEngine:
         body = {"messages": [dict(each) for each in messages], "stream": stream, "return_token_ids": True}
         return _parsed(openai.parse_chat, body | _sampling(sampling_params, chat=True), self._running())
 
-    async def _stream(self, request: ValidRequest, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def _stream(self, request: ValidRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         session, name = self._running(), request_id or str(next(self._numbers))
         try:
             async with session.open(await session.prepare(request)) as run:

@@ -1,0 +1,133 @@
+"""Starts that cannot succeed: each ends by itself, with the code that says so and one clear last line, and leaves nobody."""
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.config import FATAL_EXIT
+from tests.e2e.serving import Process, ended
+
+
+@pytest.fixture
+def copy(smollm2_folder: Path, tmp_path: Path) -> Iterator[Path]:
+    """The embedded model, to be broken: weights are linked, the rest is copied."""
+    folder = tmp_path / "broken-model"
+    folder.mkdir()
+    for file in smollm2_folder.iterdir():
+        if file.suffix == ".safetensors":
+            (folder / file.name).symlink_to(file)
+        else:
+            shutil.copy(file, folder)
+    yield folder
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def refused(*flags: object) -> list[str]:
+    """Everything that quire serve printed before it gave up."""
+    process = Process("quire.main", "serve", "--port=0", *map(str, flags))
+    with ended(process):
+        assert process.wait(60) == FATAL_EXIT, process.text
+        assert process.children() == {}
+        assert process.lines[-1].startswith("quire: error: "), process.text
+        assert "Traceback" not in process.text
+        return process.lines
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    (line,) = refused(tmp_path / "absent")
+    assert str(tmp_path / "absent") in line
+
+
+def test_a_folder_without_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (line,) = refused(copy)
+    assert "holds no weights" in line
+
+
+def test_a_broken_config(copy: Path) -> None:
+    (copy / "config.json").write_text('{"model_type": "llama",')
+    (line,) = refused(copy)
+    assert "config.json cannot be read" in line
+
+
+def test_weights_that_are_cut_short(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    target = weights.resolve()
+    weights.unlink()
+    with target.open("rb") as whole:
+        weights.write_bytes(whole.read(2**20))
+    assert "model.safetensors" in refused(copy)[-1]
+
+
+def test_weights_of_another_shape(copy: Path) -> None:
+    edit_config(copy, intermediate_size=1024)
+    line = refused(copy)[-1]
+    assert "1536" in line and "1024" in line
+
+
+def test_a_missing_layer(copy: Path) -> None:
+    edit_config(copy, num_hidden_layers=31)
+    assert "layers.30" in refused(copy)[-1]
+
+
+def test_an_unknown_architecture(copy: Path) -> None:
+    edit_config(copy, model_type="mystery", architectures=["MysteryForCausalLM"])
+    assert "MysteryForCausalLM" in refused(copy)[-1]
+
+
+def test_a_broken_tokenizer(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json" in refused(copy)[-1]
+
+
+def test_memory_for_less_than_one_request() -> None:
+    line = refused("--kv-cache-bytes=100000", "--max-model-len=4096")[-1]
+    assert "memory for less than one request: 4096 tokens need 257 pages" in line
+    assert "there are 100,000" in line
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (line,) = refused(f"--port={port}")
+    assert line == f"quire: error: cannot listen on 127.0.0.1 port {port}: Address already in use"
+
+
+def test_an_address_that_is_not_ours() -> None:
+    (line,) = refused("--host=192.0.2.1")
+    assert "cannot listen on 192.0.2.1" in line
+
+
+def test_a_bad_setting() -> None:
+    (line,) = refused("--credits=0")
+    assert line == "quire: error: credits = 0: must be at least 1"
+
+
+def test_two_models() -> None:
+    (line,) = refused("one", "--model=other")
+    assert "two models are named" in line
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (line,) = refused("--device=cuda")
+    assert "this machine shows no GPU" in line
+
+
+def test_what_is_not_built_yet() -> None:
+    (line,) = refused("--tensor-parallel-size=2")
+    assert line == "quire: error: tensor_parallel_size = 2: only 1 is built so far"
+
+
+def test_a_link_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert f"cannot bind {address}" in refused(f"--gateway-link={address}")[-1]
