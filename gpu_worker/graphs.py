@@ -5,9 +5,8 @@ next input. Rows past the batch are slot 0 and page 0. All buckets share their i
 """
 
 import logging
-from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,21 +30,28 @@ STAGING_BUFFERS = 4  # more than plans in flight, so that none is overwritten be
 _PLAIN = Needs(noise=True, edits=None, penalized=None, filtered=None, scored=None, top_width=0)
 
 
+class Kind(NamedTuple):
+    rows: int
+    groups: bool  # reads pages that several rows share once; pays only where such groups are
+
+
 def bucket_sizes(max_rows: int) -> list[int]:
     """Rows of the graphs: dense where padding would cost most, at most 64 apart."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, max_rows + 64, 64)]
     return sorted({min(size, max_rows) for size in sizes})
 
 
-def first_sizes(max_rows: int) -> list[int]:
+def all_kinds(max_rows: int) -> list[Kind]:
+    """Largest first, so that the smaller ones fit into its memory."""
+    sizes = bucket_sizes(max_rows)
+    return [Kind(rows, groups) for rows in reversed(sizes) for groups in (False, True) if rows > 1 or not groups]
+
+
+def first_kinds(max_rows: int) -> list[Kind]:
     """The graphs a worker starts with; the others follow while it has nothing to do."""
-    return sorted({min(size, max_rows) for size in (1, 4, 16, 64, 256, max_rows)}, reverse=True)
-
-
-@dataclass(slots=True)
-class _Graph:
-    rows: int
-    graph: torch.cuda.CUDAGraph
+    sizes = {min(size, max_rows) for size in (1, 4, 16, 64, 256, max_rows)}
+    grouped = {min(size, max_rows) for size in (16, 256, max_rows)} - {1}
+    return [kind for kind in all_kinds(max_rows) if kind.rows in (grouped if kind.groups else sizes)]
 
 
 @dataclass(slots=True)
@@ -70,43 +76,42 @@ class DecodeGraphs:
         self._turn = 0
         self._logits = torch.empty((max_rows, decoder.spec.vocab_size), dtype=decoder.embedding.dtype, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._graphs: dict[int, _Graph] = {}
-        self._sizes = bucket_sizes(max_rows)
+        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # memory of all graphs
 
     # --- capture ------------------------------------------------------------------------------------------------------
 
     def capture_first(self) -> None:
-        """Largest first, so that the smaller ones fit into its memory."""
-        for rows in first_sizes(self._max_rows):
-            self._capture(rows)
+        for kind in first_kinds(self._max_rows):
+            self._capture(kind)
 
     def capture_next(self) -> bool:
         """One more graph, for a moment without work; False when all are there."""
-        missing = [rows for rows in self._sizes if rows not in self._graphs]
+        missing = [kind for kind in all_kinds(self._max_rows) if kind not in self._graphs]
         if missing:
             self._capture(missing[-1])
         return len(missing) > 1
 
-    def _capture(self, rows: int) -> None:
+    def _capture(self, kind: Kind) -> None:
         self._staged[: apply_plan.HEADER_WORDS] = 0  # a plan of nothing: all rows are padding
-        self._compute(rows)  # compiles, and makes scratch memory outside the graph
+        self._compute(kind)  # compiles, and makes scratch memory outside the graph
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._compute(rows)
+            self._compute(kind)
         if self._pool is None:
             self._pool = graph.pool()
-        self._graphs[rows] = _Graph(rows, graph)
-        log.debug("captured a decode graph", extra={"rows": rows})
+        self._graphs[kind] = graph
+        log.debug("captured a decode graph", extra=kind._asdict())
 
-    def _compute(self, rows: int) -> None:
+    def _compute(self, kind: Kind) -> None:
+        rows = kind.rows
         slots, decoder = self._slots, self._decoder
         inputs = self._inputs_of(rows)
         apply_plan.apply_plan(
             self._staged, slots.records, slots.page_table, slots.tokens, slots.last_tokens, inputs, slots.page_tokens
         )
-        batch = self._batch(rows, inputs)
+        batch = self._batch(kind, inputs)
         hidden = decoder.hidden(batch, self._cache.layers)
         logits = self._logits[:rows]
         logits.copy_(decoder.head(hidden))
@@ -124,7 +129,7 @@ class DecodeGraphs:
             query_starts=whole.query_starts[: rows + 1],
         )
 
-    def _batch(self, rows: int, inputs: apply_plan.DecodeInputs) -> Batch:
+    def _batch(self, kind: Kind, inputs: apply_plan.DecodeInputs) -> Batch:
         slots, spec = self._slots, self._decoder.spec
         nothing: IntArray = np.zeros(0, np.int32)
         batch = Batch(
@@ -137,7 +142,7 @@ class DecodeGraphs:
             page_table=slots.page_table,
             num_chunk=0,
             num_last=0,
-            num_decode=rows,
+            num_decode=kind.rows,
             max_query_len=1,
             max_context_len=slots.max_model_len,
             groups=[],
@@ -149,7 +154,7 @@ class DecodeGraphs:
             host_query_lens=nothing,
             host_context_lens=nothing,
         )
-        groups = Groups(inputs.row_groups, inputs.groups[0], inputs.groups[1], inputs.groups[2])
+        groups = Groups(inputs.row_groups, inputs.groups[0], inputs.groups[1], inputs.groups[2]) if kind.groups else None
         for window in sorted({layer.window for layer in self._decoder.layers}):
             shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, window)
             batch.memo[shape] = plan_decode(inputs.context_lens, inputs.row_slots, groups, shape, slots.page_tokens)
@@ -173,10 +178,13 @@ class DecodeGraphs:
         words = apply_plan.pack(plan, positions, staging.host.numpy(), MAX_GROUPS)
         self._staged[:words].copy_(staging.host[:words], non_blocking=True)
         staging.copied.record()
-        captured = sorted(self._graphs)
-        rows = captured[bisect_left(captured, plan.num_decode)]
-        self._graphs[rows].graph.replay()
+        self._graphs[self._best(plan)].replay()
         return self._tokens[: plan.num_decode]
+
+    def _best(self, plan: StepPlan) -> Kind:
+        """The smallest graph with rows enough; one that knows groups only where there are some."""
+        has_groups = bool(plan.group_counts)
+        return min(kind for kind in self._graphs if kind.rows >= plan.num_decode and kind.groups == has_groups)
 
     def resample(self, needs: Needs, num_rows: int) -> Sampled:
         """Draw the rows of the last replay again, with all that they ask for."""
