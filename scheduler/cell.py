@@ -9,6 +9,7 @@ from scheduler.outbox import Outbox
 from scheduler.replica import Replica
 from scheduler.sequence import Sequence
 from scheduler.waiting import Waiting
+from scheduler.workload import DecodeSpeed
 from shared.messages import Finish, Reject
 
 MAX_STRIKES = 3  # in steps with other rows; a step of its own condemns at the second
@@ -36,6 +37,7 @@ class Cell:
     waiting: Waiting = field(default_factory=Waiting)
     counters: Counters = field(default_factory=Counters)
     lengths: OutputLengths = field(default_factory=OutputLengths)
+    speed: DecodeSpeed = field(default_factory=DecodeSpeed)
     last_step: int = 0  # steps are numbered through the whole cell, so a stale one matches no plan
     last_serial: int = 0
     max_model_len: int = 0  # of the replicas known now, or known last

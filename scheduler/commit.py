@@ -43,6 +43,7 @@ def commit(cell: Cell, replica: Replica, done: StepDone, now: float) -> list[Out
     replica.oldest_since = now
     if done.step_us > 0:
         replica.chunk_budget.observe(flight.num_prefill_tokens, flight.num_decode, done.step_us)
+        cell.speed.observe(flight.num_prefill_tokens, flight.num_decode, done.step_us)
     _commit_scores(flight, done)
     out: list[Out] = []
     if done.logprobs:  # the rows of one message share a width: these travel by themselves

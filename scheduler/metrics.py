@@ -6,6 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scheduler.cell import Cell
+from scheduler.workload import work_s
 
 _COUNTERS = {
     "quire_prompt_tokens": ("prompt_tokens", "Prompt tokens of sequences that started"),
@@ -56,6 +57,8 @@ class CellCollector(Collector):
             ["reason"],
         )
         yield _gauge("quire_gateways", "Gateways connected", [([], len(cell.gateways))], [])
+        text = "Computing that waits or is under way, in seconds of one fully loaded replica"
+        yield _gauge("quire_work_seconds", text, [([], work_s(cell))], [])
 
     def _replicas(self) -> Iterator[Metric]:
         replicas = list(self._cell.replicas.values())
@@ -69,6 +72,8 @@ class CellCollector(Collector):
         yield per_replica("quire_plans_in_flight", "Plans without a result", [len(each.in_flight) for each in replicas])
         yield per_replica("quire_slots", "Sequences that can run", [each.num_slots for each in replicas])
         yield per_replica("quire_memory_used_bytes", "Device memory", [each.memory_used_bytes for each in replicas])
+        yield per_replica("quire_memory_total_bytes", "Device memory in all", [each.memory_total_bytes for each in replicas])
+        yield per_replica("quire_draining", "1 while a replica leaves", [float(each.draining) for each in replicas])
         pages = _gauge("quire_pages", "KV pages by state", [], ["replica", "state"])
         for replica in replicas:
             pool = replica.pool
