@@ -19,6 +19,7 @@ from shared.config import Config
 log = logging.getLogger("quire.gateway")
 
 REQUEST_ID = web.RequestKey("request_id", str)
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by whoever watches: no news
 CLIENT_ID_CHARS = 128  # of a client's own request id, which is echoed
 
 
@@ -52,7 +53,8 @@ async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
         name = route.canonical if route is not None else "none"
         request.app[SESSION].metrics.requests[name, str(status)] += 1
         took_ms = round(1000 * (time.monotonic() - started), 1)
-        log.info("request", extra={"id": request[REQUEST_ID], "route": name, "status": status, "ms": took_ms})
+        level = logging.DEBUG if name in PROBES else logging.INFO
+        log.log(level, "request", extra={"id": request[REQUEST_ID], "route": name, "status": status, "ms": took_ms})
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
