@@ -24,7 +24,7 @@ from shared.messages import StepPlan
 
 log = logging.getLogger("quire.worker")
 
-MAX_GROUPS = 64  # groups of rows that share leading pages, per step; more groups read their pages row by row
+MAX_GROUPS = 63  # groups of rows that share leading pages, per step; more groups read their pages row by row
 STAGED_WORDS = 1 << 18  # int32 words of one plan's deltas; a larger plan takes the eager path
 STAGING_BUFFERS = 4  # more than plans in flight, so that none is overwritten before its copy is done
 _PLAIN = Needs(noise=True, edits=None, penalized=None, filtered=None, scored=None, top_width=0)

@@ -19,7 +19,9 @@ from gpu_worker.model.decoder import Decoder
 from gpu_worker.prepare import BadPlan, make_batch, sampling_needs
 from gpu_worker.prompt_scores import prompt_scores
 from gpu_worker.slots import Slots
+from shared.columns import i32
 from shared.messages import StepDone, StepPlan
+from shared.sampling import Sampling
 
 if TYPE_CHECKING:  # it imports triton, which only a GPU needs
     from gpu_worker.graphs import DecodeGraphs
@@ -54,7 +56,10 @@ class Runner:
             dtype=dtype,
             device=device,
         )
-        self.graphs = _decode_graphs(self, memory.num_slots - 1) if device.type == "cuda" else None
+        self.graphs: DecodeGraphs | None = None
+        if device.type == "cuda":
+            _warm_up(self, memory.max_batched_tokens)
+            self.graphs = _decode_graphs(self, memory.num_slots - 1)
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -150,6 +155,24 @@ class Runner:
             score_top_logprobs=_column(score_tops),
             step_us=step_us,
         )
+
+
+@torch.inference_mode()
+def _warm_up(runner: Runner, max_batched_tokens: int) -> None:
+    """Compile and load the kernels of prefill steps, so that no request waits for it. All pages of the slots are page 0."""
+    num_slots = runner.slots.num_slots
+    for rows, length, decoding in ((1, 9000, 0), (2, 2000, 1), (min(100, num_slots - 2), 16, 1), (1, 16, 1)):
+        length = min(length, runner.slots.max_model_len - 1, max_batched_tokens // rows - 1)
+        if rows < 1 or length < 1:
+            continue
+        opens = b"".join(i32([slot, 0]) + Sampling(temperature=1.0).pack() for slot in range(1, rows + decoding + 1))
+        counts = dict(num_chunk=0, num_last=rows, num_decode=decoding)
+        columns = dict(
+            row_slots=i32(range(1, rows + decoding + 1)), row_lens=i32([length] * rows), tokens=i32([0] * rows * length)
+        )
+        nothing = {name: b"" for name in StepPlan._fields}
+        runner.collect(runner.launch(StepPlan(**{**nothing, "step": 0, "score_width": 0, "opens": opens, **counts, **columns})))  # type: ignore[arg-type]
+    runner.reset()
 
 
 @torch.inference_mode()

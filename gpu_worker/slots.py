@@ -23,7 +23,7 @@ _WORD = {name: RECORD_DTYPE.fields[name][1] // 4 for name in RECORD_DTYPE.names 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """The array on the device; on a CPU it shares memory, elsewhere the copy does not wait."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

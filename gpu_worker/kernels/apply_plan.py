@@ -81,7 +81,7 @@ def pack(plan: StepPlan, decode_positions: IntArray, staged: IntArray, max_group
     return end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bucket", "max_groups", "table_stride", "history_stride"])
 def _apply_plan(
     staged,
     records,

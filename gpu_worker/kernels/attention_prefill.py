@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import padded
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -68,7 +69,10 @@ def _new_keys(
     return highest, total, values
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "window"],
+    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens"],
+)
 def _attention_prefill(
     q,
     k_new,
@@ -258,7 +262,7 @@ def attention_prefill(
         HEAD=head,
         HEAD_PAD=head_pad,
         PAGE=page_tokens,
-        ROWS=triton.next_power_of_2(rows),
+        ROWS=padded(rows),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         PAGED_N=min(block_n, paged_n),

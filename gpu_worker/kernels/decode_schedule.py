@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import padded
+
 SPAN_STEP = 64  # tokens; spans are multiples of it
 TARGET_PROGRAMS = 528  # four on each of an H200's 132 multiprocessors
 SHARED_TARGET_PROGRAMS = 264  # their tiles are larger: two
@@ -86,7 +88,10 @@ def _spans(tokens, work, budget, min_span, STEP: tl.constexpr):
     return (tokens + length - 1) // length, length
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "num_groups", "window", "budget", "shared_budget", "min_span"],
+    do_not_specialize_on_alignment=["context_lens", "row_slots", "row_groups", "group_starts", "group_rows", "group_pages"],
+)
 def _schedule(
     context_lens,
     row_slots,
@@ -220,8 +225,8 @@ def schedule_decode(
         triton.cdiv(target_programs, kv_heads),
         triton.cdiv(shared_target_programs, kv_heads),
         min_span,
-        ROWS=triton.next_power_of_2(rows),
-        GROUPS=triton.next_power_of_2(max(num_groups, 1)),
+        ROWS=padded(rows),
+        GROUPS=padded(num_groups),
         PAGE=page_tokens,
         TILE_ROWS=rows_per_tile(shared_block_m, q_heads, kv_heads),
         STEP=SPAN_STEP,

@@ -39,3 +39,8 @@ def overlapped(tensor: Tensor) -> dict[str, Any]:
     if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def padded(count: int) -> int:
+    """A compile-time size for count things. Few sizes, because each one compiles its kernel anew."""
+    return next(size for size in (64, 256, 1024, 4096, 16384, 65536) if size >= count)

@@ -15,7 +15,9 @@ from gpu_worker.kernels.noise import gumbel, row_keys
 INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["per_split", "splits"], do_not_specialize_on_alignment=["row_slots", "positions", "tokens", "logits"]
+)
 def _draw(
     logits,
     tokens,
@@ -31,7 +33,7 @@ def _draw(
     logits_stride,
     record_stride,
     per_split,
-    SPLITS: tl.constexpr,
+    splits,
     SPLITS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     NOISE: tl.constexpr,
@@ -82,19 +84,19 @@ def _draw(
     if tl.max(broken.to(tl.int32), 0) > 0:
         best = INFINITY
         winner = -1
-    if SPLITS == 1:
+    if splits == 1:
         tl.store(tokens + row, tl.where(best == -INFINITY, -1, winner))
     else:
-        tl.store(best_values + row * SPLITS + split, best)
-        tl.store(best_tokens + row * SPLITS + split, winner)
+        tl.store(best_values + row * splits + split, best)
+        tl.store(best_tokens + row * splits + split, winner)
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
             tl.store(arrivals + row, 0)
             every = tl.arange(0, SPLITS_PAD)
-            inside = every < SPLITS
-            values = tl.load(best_values + row * SPLITS + every, mask=inside, other=-INFINITY, cache_modifier=".cg")
-            winners = tl.load(best_tokens + row * SPLITS + every, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
+            inside = every < splits
+            values = tl.load(best_values + row * splits + every, mask=inside, other=-INFINITY, cache_modifier=".cg")
+            winners = tl.load(best_tokens + row * splits + every, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
             best = tl.max(values, 0)
             winner = tl.min(tl.where(values == best, winners, 0x7FFFFFFF), 0)
             tl.store(tokens + row, tl.where(best == -INFINITY, -1, winner))
@@ -152,8 +154,8 @@ def draw(
         logits.stride(0),
         temperatures.stride(0),
         per_split,
-        SPLITS=splits,
-        SPLITS_PAD=triton.next_power_of_2(splits),
+        splits,
+        SPLITS_PAD=DrawSpace.MAX_SPLITS,
         BLOCK=block,
         NOISE=noise,
         FILTERED=thresholds is not None,
