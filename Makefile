@@ -22,6 +22,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy $(PACKAGES) tests
 
+bench: $(INSTALLED)  ## what needs no GPU: scheduler core, scheduler over sockets, gateway
+	$(BIN)/python -m benchmarks.scheduler_core
+	$(BIN)/python -m benchmarks.scheduler_sockets
+	$(BIN)/python -m benchmarks.gateway_relay
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
