@@ -6,14 +6,14 @@ One seed is one history. Messages cross the real codec. check_end() holds the in
 import math
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from scheduler import audit
 from scheduler.cell import Cell
 from scheduler.core import Core
 from shared.codec import Codec, encode
-from shared.columns import i32, i64, read_f32, read_i32, read_i64
+from shared.columns import i32, i64
 from shared.messages import (
     GATEWAY_TO_SCHEDULER,
     PROTOCOL,
@@ -25,63 +25,19 @@ from shared.messages import (
     Fault,
     Finish,
     GatewayHello,
-    GatewayWelcome,
-    PromptScores,
-    Reject,
     Reset,
-    Status,
     StepPlan,
     Submit,
-    Tokens,
     WorkerWelcome,
 )
 from shared.pages import page_hashes, root_hash
 from shared.sampling import Edit, Flag, Sampling, pack_edits
-from tests.sim.fake_worker import VOCABULARY, FakeWorker, cell_hash, reference, score, top
+from tests.sim.fake_worker import VOCABULARY, FakeWorker
+from tests.sim.streams import Gateway, Stream, require
 
 KEY = b"k" * 32
 FROM_GATEWAY, FROM_WORKER = Codec(GATEWAY_TO_SCHEDULER), Codec(WORKER_TO_SCHEDULER)
 TO_GATEWAY, TO_WORKER = Codec(SCHEDULER_TO_GATEWAY), Codec(SCHEDULER_TO_WORKER)
-
-
-class Broken(AssertionError):
-    """The history shows something that must never happen."""
-
-
-def require(condition: object, text: str) -> None:
-    if not condition:
-        raise Broken(text)
-
-
-@dataclass(slots=True)
-class Stream:
-    """What a gateway knows about one sequence."""
-
-    prompt: list[int]
-    max_new: int
-    min_new: int
-    stop_ids: list[int]
-    sampling: Sampling
-    edits: list[Edit]
-    salt: str
-    priority: int
-    output: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    started: int = 0  # times the scheduler reported its start, for this submit
-    aborted: bool = False
-    end: int | str = ""  # Finish reason, or the code of a Reject
-
-
-@dataclass(slots=True)
-class Gateway:
-    name: str
-    peer: str
-    streams: dict[int, Stream] = field(default_factory=dict)
-    arrived: deque[Any] = field(default_factory=deque)
-
-    @property
-    def live(self) -> list[int]:
-        return [number for number, stream in self.streams.items() if stream.end == ""]
 
 
 @dataclass(slots=True)
@@ -229,62 +185,6 @@ class World:
         worker.inbox.clear()
         self._join_worker(worker)
 
-    def _read_gateway(self, gateway: Gateway) -> None:
-        while gateway.arrived:
-            message = gateway.arrived.popleft()
-            match message:
-                case Tokens():
-                    self._on_tokens(gateway, message)
-                case PromptScores():
-                    self._on_scores(gateway, message)
-                case Reject():
-                    stream = gateway.streams[message.id]
-                    require(stream.end == "", f"{message} after the end {stream.end}")
-                    stream.end = message.code
-                case GatewayWelcome() | Status() | Drain():
-                    pass
-                case _:
-                    raise Broken(f"unexpected {message}")
-
-    def _on_tokens(self, gateway: Gateway, message: Tokens) -> None:
-        ids, tokens = read_i64(message.ids).tolist(), read_i32(message.tokens).tolist()
-        for number, cached in zip(read_i64(message.started_ids), read_i32(message.started_cached), strict=True):
-            stream = gateway.streams[number]
-            stream.started += 1
-            require(stream.started == 1, f"sequence {number} started twice")
-            require(0 <= cached <= len(stream.prompt), f"{cached = } of {len(stream.prompt)}")
-            require(stream.sampling.score_width < 0 or not cached, "a scored prompt read the cache")
-        for row, (number, at) in enumerate(zip(ids, read_i32(message.indexes), strict=True)):
-            stream = gateway.streams[number]
-            require(stream.end == "", f"token of sequence {number} after its end")
-            require(at == len(stream.output), f"token {at} of sequence {number} after {len(stream.output)}")
-            stream.output.append(tokens[row])
-            if stream.sampling.logprobs >= 0:
-                self._check_logprobs(stream, message, row)
-        for number, reason in zip(read_i64(message.finished_ids), message.finished_reasons, strict=True):
-            stream = gateway.streams[number]
-            require(stream.end == "", f"sequence {number} ended twice")
-            stream.end = reason
-
-    def _check_logprobs(self, stream: Stream, message: Tokens, row: int) -> None:
-        prefix = prefix_hash((stream.prompt + stream.output)[:-1])
-        require(len(message.logprobs) == len(message.tokens), "no logprobs")
-        require(read_f32(message.logprobs)[row] == score(prefix, stream.output[-1]), "logprob of another row")
-        width, wanted = message.top_width, stream.sampling.logprobs
-        ids, values = top(prefix, wanted)
-        at = row * width
-        require(read_i32(message.top_ids)[at : at + wanted].tolist() == ids, "alternatives of another row")
-        require(read_f32(message.top_logprobs)[at : at + wanted].tolist() == values, "alternatives of another row")
-
-    def _on_scores(self, gateway: Gateway, message: PromptScores) -> None:
-        stream = gateway.streams[message.id]
-        require(message.start == len(stream.scores) + 1, f"scores from {message.start} after {len(stream.scores)}")
-        stream.scores += read_f32(message.logprobs).tolist()
-        require(message.top_width == stream.sampling.score_width, f"{message.top_width = }")
-        ends = range(message.start, message.start + len(message.logprobs) // 4)
-        tops = [top(prefix_hash(stream.prompt[:end]), message.top_width) for end in ends]
-        require(read_i32(message.top_ids).tolist() == [each for ids, _ in tops for each in ids], "score alternatives")
-
     # --- events -----------------------------------------------------------------------------------------------------------
 
     def new_stream(self) -> Stream:
@@ -428,7 +328,7 @@ class World:
             self._lose_link(peer)
         for gateway in self.gateways:
             if self.random.random() < 0.5:
-                self._read_gateway(gateway)
+                gateway.read()
             self._join_gateway(gateway)
 
     # --- a history --------------------------------------------------------------------------------------------------------
@@ -453,7 +353,7 @@ class World:
         if self.random.random() < 0.85:
             self._send(self.core.pump(self.now))
         for gateway in self.gateways:
-            self._read_gateway(gateway)
+            gateway.read()
         return todo
 
     def run(self) -> "World":
@@ -486,45 +386,8 @@ class World:
         require(not len(cell.waiting), "sequences wait for ever")
         require(cell.counters.audit_violations == 0, "audit violations")
         require(cell.counters.false_credit_tokens == 0, "false credit")
+        limit = min(self.shape.max_len, (self.shape.num_pages - 1) * self.shape.page_tokens)
+        failures = sum(self.counts.get(kind, 0) for kind in ("fault", "death", "link"))
         for gateway in self.gateways:
             for number, stream in gateway.streams.items():
-                self._check_stream(number, stream)
-
-    def _check_stream(self, number: int, stream: Stream) -> None:
-        limit = min(self.shape.max_len, (self.shape.num_pages - 1) * self.shape.page_tokens)
-        length = len(stream.prompt)
-        if stream.end == "context_length_exceeded":
-            require(length + (stream.max_new > 0) > limit, f"sequence {number} of {length} tokens was refused")
-            return
-        end_len = min(length + stream.max_new, limit)
-        edits = tuple((edit.token, edit.value, edit.until) for edit in stream.edits)
-        expected, error = reference(
-            stream.prompt,
-            end_len,
-            stream.sampling,
-            edits,
-            frozenset(stream.stop_ids),
-            stream.min_new,
-        )
-        require(stream.output == expected[: len(stream.output)], f"sequence {number}: {stream.output} is not {expected}")
-        scores = [score(prefix_hash(stream.prompt[:at]), stream.prompt[at]) for at in range(1, length)]
-        require(stream.scores == scores[: len(stream.scores)], f"sequence {number}: scores differ")
-        if stream.end == Finish.ABORT:
-            return
-        if stream.end == Finish.ERROR and not error:
-            failures = sum(self.counts.get(kind, 0) for kind in ("fault", "death", "link"))
-            require(failures > 1, f"sequence {number} ended with an error after {failures} failures")
-            return
-        require(stream.output == expected, f"sequence {number} ended early: {stream.output} of {expected}")
-        stopped = expected and expected[-1] in stream.stop_ids and len(expected) > stream.min_new
-        reason = Finish.ERROR if error else Finish.STOP if stopped else Finish.LENGTH
-        require(stream.end == reason, f"sequence {number} ended with {stream.end}, not {reason}")
-        scored = stream.sampling.score_width < 0 or len(stream.scores) == length - 1
-        require(scored or error, f"sequence {number}: scores missing")
-
-
-def prefix_hash(tokens: list[int]) -> int:
-    value = 0
-    for token in tokens:
-        value = cell_hash(value, token)
-    return value
+                gateway.check(number, stream, limit, failures)
