@@ -167,8 +167,8 @@ async def test_a_refusal_after_a_comment_is_an_error_event(bench: Bench) -> None
 
 
 async def test_streams_survive_a_scheduler_that_dies(bench: Bench) -> None:
-    text = count(bench, 60, delay_s=0.01)
-    address = bench.stub.hellos and bench.session.service._config.gateway_link
+    text = count(bench, 60, delay_s=0.01, cached=1)
+    address = bench.session.service._config.gateway_link
     requests = [asyncio.create_task(bench.complete(max_tokens=1000, stream=bool(each % 2), logprobs=0)) for each in range(10)]
     await until(lambda: len(bench.stub.submits) == 10)
     await asyncio.sleep(0.2)
@@ -176,9 +176,12 @@ async def test_streams_survive_a_scheduler_that_dies(bench: Bench) -> None:
     await until(lambda: bench.session.service.welcome is None)
     refused = await bench.complete()
     assert (refused.status, refused.headers["Retry-After"]) == (503, "2")
-    bench.stub.start(str(address))
+    count(bench, 60, delay_s=0.01, cached=0)
+    bench.stub.start(address)
     answers = await asyncio.gather(*requests)
     for answer in answers:
+        if not answer.events:  # what was cached when the request came, not when it was resumed
+            assert answer.usage["prompt_tokens_details"] == {"cached_tokens": 1}
         assert answer.status == 200
         assert answer.text() == text
         assert answer.choice()["finish_reason"] == "stop"
