@@ -190,6 +190,13 @@ class Core:
         for replica in self.cell.replicas.values():
             replica.oldest_since += stalled_s
 
+    def start_over(self, reason: str) -> list[Out]:
+        """A plan round failed half-way: no replica's state can be trusted, the sequences and their tokens can."""
+        out: list[Out] = []
+        for replica in list(self.cell.replicas.values()):
+            out += self.workers.drop(replica, reason)
+        return out + self._recheck_waiting()
+
     def tick(self, now: float) -> list[Out]:
         """Time passes: deadlines, hung workers, audits, status. Called a few times a second, before pump."""
         out = self._pass_deadlines(now)

@@ -124,7 +124,12 @@ class Service:
     def _pump(self) -> None:
         self._woken = False
         start = time.perf_counter()
-        out = self.core.pump(self.now())
+        try:
+            out = self.core.pump(self.now())
+        except Exception:
+            self.cell.counters.internal_errors += 1
+            log.exception("planning failed")
+            out = self.core.start_over("internal error")
         self.cell.counters.plan_s += time.perf_counter() - start
         self.send(out)
 

@@ -10,6 +10,7 @@ from shared.messages import PROTOCOL, Drain, Reset, WorkerHello, WorkerWelcome
 log = logging.getLogger("quire.scheduler")
 
 _REGISTRATION_BYTES = 20
+REMEMBERED_REPLICAS = 64  # dropped ones that may come back under their name
 
 
 def _inventory(hello: WorkerHello) -> dict[int, bytes]:
@@ -134,6 +135,8 @@ class Workers:
         cell = self._cell
         cell.counters.failovers += 1
         self._certain[replica.name] = replica.acknowledged()
+        while len(self._certain) > REMEMBERED_REPLICAS:
+            del self._certain[next(iter(self._certain))]
         failing = [flight for flight in replica.in_flight if flight.step == step] or list(replica.in_flight)[:1]
         struck = failing[0].live if failing else []
         was_alone = replica.alone is not None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from scheduler import core
 from scheduler.service import Service, load_hash_key
 from shared.codec import Codec
 from shared.columns import i32, i64, read_i32
@@ -207,6 +208,27 @@ async def test_silent_gateway_is_aborted(config: Config, service: Service, gatew
             await asyncio.sleep(0 if not service.cell.gateways else 0.05)
         assert not service.cell.gateways
         assert held(service) == 0 and not service.cell.num_running
+
+
+async def test_failing_plan_round_is_survived(
+    config: Config, service: Service, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = core.plan_round
+
+    def plan_round(cell: Any, now: float) -> Any:
+        plans = original(cell, now)
+        if len(gateway.output.get(1, [])) > 10:
+            monkeypatch.undo()
+            raise RuntimeError("plans made and lost")
+        return plans
+
+    async with running(StubWorker(config, script=lambda prompt, index: index, delay_s=0.005)):
+        monkeypatch.setattr(core, "plan_round", plan_round)
+        gateway.submit(1, [1, 2, 3], 60)
+        await gateway.until(lambda: 1 in gateway.ends)
+    assert gateway.output[1] == list(range(60)) and gateway.ends[1] == Finish.LENGTH
+    assert service.cell.counters.internal_errors == 1
+    service.cell.counters.internal_errors = 0  # as expected by the fixture
 
 
 async def test_queue_deadline_is_an_honest_504(service: Service, gateway: Gateway) -> None:
