@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from scheduler import core
+from scheduler import core, planner
 from scheduler.service import Service, load_hash_key
 from shared.codec import Codec
 from shared.columns import i32, i64, read_i32
@@ -213,7 +213,7 @@ async def test_silent_gateway_is_aborted(config: Config, service: Service, gatew
 async def test_failing_plan_round_is_survived(
     config: Config, service: Service, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = core.plan_round
+    original = planner.plan_round
 
     def plan_round(cell: Any, now: float) -> Any:
         plans = original(cell, now)
