@@ -80,9 +80,7 @@ class Table:
         self.copy_rate = 2 * source.numel() / time_us([partial(target.copy_, source)]) * 1e6
         a, b = (torch.randn((8192, 8192), device=DEVICE, dtype=BF16) for _ in range(2))
         self.matrix_rate = 2 * 8192**3 / time_us([partial(torch.matmul, a, b)]) * 1e6
-        print(
-            f"ceilings: copy {self.copy_rate / 1e12:.2f} TB/s, bf16 product {self.matrix_rate / 1e12:.0f} TFLOP/s"
-        )
+        print(f"ceilings: copy {self.copy_rate / 1e12:.2f} TB/s, bf16 product {self.matrix_rate / 1e12:.0f} TFLOP/s")
         print("\n| kernel | shape | us | rate | of the ceiling |\n|---|---|---|---|---|")
 
     def row(self, kernel: str, shape: str, calls: Sequence[Call], moved: float = 0, operations: float = 0) -> float:
