@@ -21,7 +21,8 @@ INFINITY = tl.constexpr(float("inf"))
 REACH = tl.constexpr(60.0)
 CAPACITY = tl.constexpr(8192)  # logits gathered per row
 STATE = tl.constexpr(16)
-SPLITS = 64
+SPLITS = 64  # at most, of a row
+PROGRAMS = 1056  # wanted per launch: each begins by adding up what all splits of its row counted
 ROUNDS = 3
 
 
@@ -366,7 +367,7 @@ def filter_thresholds(
     if not count:
         return out
     block = min(block, triton.next_power_of_2(vocabulary))
-    splits = max(1, min(SPLITS, 4096 // count, triton.cdiv(vocabulary, block)))
+    splits = max(1, min(SPLITS, PROGRAMS // count, triton.cdiv(vocabulary, block)))
     per_split = triton.cdiv(triton.cdiv(vocabulary, splits), block) * block
     splits = triton.cdiv(vocabulary, per_split)
     grid = (count, splits)

@@ -86,8 +86,8 @@ def main() -> None:
             q, k = empty(64, 32, head, dtype=dtype), empty(64, 8, head, dtype=dtype)
             groups = decode_schedule.Groups(rows, *(empty(8, dtype=I32) for _ in range(3)))
             schedule = decode_schedule.allocate(64, 32, 8, head, "cpu", 8)
-            for some in (groups, None):
-                decode_schedule.schedule_decode(schedule, rows, rows, 16, 32, 8, some, window)
+            for given in (groups, None):
+                decode_schedule.schedule_decode(schedule, rows, rows, 16, 32, 8, given, window)
             attention_shared(q, cache, cache, table, rows, schedule, 0.1, soft_cap)
             attention_decode(q, cache, cache, table, schedule, 0.1, soft_cap)
             starts = empty(65, dtype=I32)
