@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
@@ -339,3 +341,55 @@ def test_the_document_is_what_the_tables_say() -> None:
     assert Path(api_doc.__file__).with_name("API.md").read_text() == api_doc.document(), (
         "run python -m gateway.api_doc > gateway/API.md"
     )
+
+
+ODD: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, -(2**63), "", "x", "0", "\ud800", "a\0b"),
+    *([], [0], [-1], [1, 2], [10**9], ["x"], [""], ["\udfff"], [None], [[]], [[1]], [["x"]], [{}], list(range(999)), "x" * 10_000),
+    *({}, {"5": 1}, {"5": "x"}, {"": 0}, {"x": {"y": []}}, {"type": "text"}, {"type": "json_object"}),
+    *({"include_usage": None}, {"include_usage": 1}, [{"role": "user", "content": "x"}]),
+    [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("api", ["chat", "completion"])
+def test_any_value_of_any_field_is_taken_or_refused_by_the_api(api: str) -> None:
+    """Never another exception than the API's own, and every refusal can be sent."""
+    parse, base = (parse_chat, {"messages": HI}) if api == "chat" else (parse_completion, {"prompt": "x"})
+    taken = refused = 0
+    for name in FIELDS[api]:
+        for value in ODD:
+            for extra in ({}, {"stream": True}, {"n": 2, "max_tokens": 5, "min_tokens": 2}):
+                raw = json.dumps({**base, **extra, name: value}).encode()
+                try:
+                    assert isinstance(parse(json_body.decode(raw, 32), LIMITS), ValidRequest)
+                    taken += 1
+                except ApiError as error:
+                    assert error.status in (400, 404)
+                    assert len(json.dumps(error.body(), ensure_ascii=False).encode()) < 2000
+                    refused += 1
+    assert taken > 500
+    assert refused > 5000
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_any_messages_and_prompts(value: Any) -> None:
+    for parse, name in ((parse_chat, "messages"), (parse_completion, "prompt")):
+        try:
+            parse(json_body.decode(json.dumps({name: value}).encode(), 32), LIMITS)
+        except ApiError as error:
+            assert error.status == 400
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes(raw: bytes) -> None:
+    for body in (raw, b'{"prompt":' + raw + b"}", b'{"prompt":"' + raw + b'"}'):
+        try:
+            parse_completion(json_body.decode(body, 32), LIMITS)
+        except ApiError as error:
+            json.dumps(error.body(), ensure_ascii=False).encode()
