@@ -89,8 +89,8 @@ def prefill(runner: Runner, rows: int, length: int) -> None:
           f"{rows * length / device_ms * 1e3:,.0f} tok/s", flush=True)  # fmt: skip
 
 
-def profile(runner: Runner, rows: int, context: int) -> None:
-    state = Rows(runner, rows, context, 40)
+def profile(runner: Runner, rows: int, context: int, shared: int) -> None:
+    state = Rows(runner, rows, context, 40, shared)
     runner.collect(runner.launch(state.first))
     for _ in range(3):
         runner.collect(runner.launch(state.plan()))
@@ -123,7 +123,7 @@ def main() -> None:
             rows, length = shape.split("x")
             prefill(loaded.runner, int(rows), int(length))
         for rows in filter(None, arguments.profile.split(",")):
-            profile(loaded.runner, int(rows), arguments.context)
+            profile(loaded.runner, int(rows), arguments.context, arguments.shared)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import Batch, IntArray, Needs, Sampled
-from gpu_worker.kernels import apply_plan
+from gpu_worker.kernels import apply_plan, one_row
 from gpu_worker.kernels.decode_schedule import Groups
 from gpu_worker.kernels.sample import draw
 from gpu_worker.kernels.table import Shape, draw_space, plan_decode
@@ -49,8 +49,8 @@ def all_kinds(max_rows: int) -> list[Kind]:
 
 def first_kinds(max_rows: int) -> list[Kind]:
     """The graphs a worker starts with; the others follow while it has nothing to do."""
-    sizes = {min(size, max_rows) for size in (1, 4, 16, 64, 256, max_rows)}
-    grouped = {min(size, max_rows) for size in (16, 256, max_rows)} - {1}
+    sizes = {min(size, max_rows) for size in (1, 4, 16, 64, 128, 256, 512, 768, max_rows)}
+    grouped = {min(size, max_rows) for size in (16, 64, 256, 512, max_rows)} - {1}
     return [kind for kind in all_kinds(max_rows) if kind.rows in (grouped if kind.groups else sizes)]
 
 
@@ -112,9 +112,11 @@ class DecodeGraphs:
             self._staged, slots.records, slots.page_table, slots.tokens, slots.last_tokens, inputs, slots.page_tokens
         )
         batch = self._batch(kind, inputs)
-        hidden = decoder.hidden(batch, self._cache.layers)
         logits = self._logits[:rows]
-        logits.copy_(decoder.head(hidden))
+        if rows == 1 and one_row.fits(decoder):
+            logits.copy_(one_row.logits(decoder, batch, self._cache.layers))
+        else:
+            logits.copy_(decoder.head(decoder.hidden(batch, self._cache.layers)))
         draw(
             logits, inputs.row_slots, inputs.sample_positions, slots.seeds, slots.column_f32("temperature"),
             draw_space(self._max_rows, slots.device), out=self._tokens[:rows],

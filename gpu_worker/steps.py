@@ -15,7 +15,7 @@ from gpu_worker.runner import Runner, Step
 from shared.messages import StepDone, StepPlan
 
 FAULT_TEXT_CHARS = 4000
-IDLE_S = 1.0  # without a plan for this long the launch thread may do other work
+IDLE_S = 0.5  # without a plan for this long the launch thread may do other work
 
 
 class StepHandler(Protocol):

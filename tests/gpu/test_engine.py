@@ -5,16 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
-
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from gpu_worker.loading import load
 from gpu_worker.runner import Runner
 from shared.config import from_sources
 from shared.sampling import Sampling
 from tests.plan_driver import Driver
+
+pytestmark = pytest.mark.gpu
 
 SIZES = {
     "vocab_size": 1031,
@@ -74,7 +71,7 @@ def test_float32_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
 def test_graph_equals_eager_in_every_bucket(kind: str, tmp_path: Path) -> None:
     """Falling and rising batch sizes, so that stale rows would show (B55)."""
     _save(kind, tmp_path)
-    runner = _runner(tmp_path, "bfloat16")
+    runner = _runner(tmp_path, "float32")  # rounding must not choose tokens
     assert runner.graphs is not None
     while runner.idle():
         pass
