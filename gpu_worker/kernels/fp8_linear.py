@@ -17,7 +17,7 @@ SKINNY_ROWS = 64
 LIBRARY_ROWS = 64  # above this, the library multiplies where it can: one scale a row, sizes in multiples of 16
 LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
-HUGE = tl.constexpr(3.4028234663852886e38)
+HUGE = tl.constexpr(2.0**127)  # of a scale times the largest value, so that it does not overflow again
 HALF_ULP = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest whole number
 
 
@@ -134,9 +134,9 @@ def byte_linear(
     """x f8 or i8 [M, K], x_scales f32[M, 1 or blocks], values [N, K] of x's dtype, scales f32[blocks, N] -> [M, N] of dtype."""
     (m, k), n = x.shape, values.shape[0]
     whole_rows = scales.shape[0] == 1 and x_scales.shape[1] == 1
-    if m > library_rows and whole_rows and x.dtype != torch.int8 and x.is_cuda and k % 16 == n % 16 == 0:
-        if dtype == torch.bfloat16:  # the only output of row scales
-            return torch._scaled_mm(x, values.t(), x_scales, scales, bias=bias, out_dtype=dtype)
+    can = x.is_cuda and x.dtype != torch.int8 and dtype == torch.bfloat16 and k % 16 == n % 16 == 0
+    if m > library_rows and whole_rows and can:
+        return torch._scaled_mm(x, values.t(), x_scales, scales, bias=bias, out_dtype=dtype)
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     if m:
         _fused(x, x_scales, values, scales, block, bias, out, _shape(m))

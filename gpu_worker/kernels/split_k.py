@@ -1,4 +1,4 @@
-"""Products whose inner dimension is split over programs: the last program of a tile adds the parts, always in the same order."""
+"""Products whose inner dimension is split over programs: a tile's last program adds the parts, always in the same order."""
 
 import functools
 

@@ -31,7 +31,7 @@ _F16_2, _F16_3 = tl.constexpr(_F16.format(8)), tl.constexpr(_F16.format(12))
 @triton.jit
 def _offset(zeros, at, inside, BITS: tl.constexpr, TOP: tl.constexpr, HAS_ZEROS: tl.constexpr, BN: tl.constexpr):
     """f32[BN]: TOP + the zero point of one group."""
-    if HAS_ZEROS:
+    if HAS_ZEROS:  # noqa: SIM108: the other branch must not be compiled
         zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
     else:
         zero = tl.full((BN,), 1 << (BITS - 1), tl.float32)
@@ -53,7 +53,7 @@ def _plane(words, offset, J: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constex
 
 @triton.jit
 def _plane_asm(words, zero, J: tl.constexpr, DTYPE: tl.constexpr):
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         if J == 0:
             return tl.inline_asm_elementwise(_BF16_0, "=r,r,r", [words, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
         elif J == 1:
@@ -137,7 +137,7 @@ def _unpack(
 
 
 def unpack_rows(words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, first: int, out: Tensor) -> None:
-    """Fill out [rows, columns] with rows first .. first + rows of W; columns beyond W's own get what fills up its last block."""
+    """Fill out [rows, columns] with rows first .. first + rows of W; columns past W's own get what fills up its last block."""
     rows, columns = out.shape
     grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 32 * (16 // bits)))
     has_zeros = zeros is not None
@@ -199,12 +199,12 @@ def _shape(rows: int) -> dict[str, int]:
 
 def _fused(
     x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, bias: Tensor | None, out: Tensor,
-    shape: dict[str, int], asm: bool | None = None,
+    shape: dict[str, int], asm: bool | None = None, waves: int = 4,
 ) -> None:  # fmt: skip
     (m, k), (blocks, n, _) = x.shape, words.shape
     planes = 16 // bits
     tiles = triton.cdiv(m, shape["BM"]) * triton.cdiv(n, shape["BN"])
-    split = choose_split(tiles, blocks, x.device) if m <= SKINNY_ROWS else 1
+    split = choose_split(tiles, blocks, x.device, waves) if m <= SKINNY_ROWS else 1
     parts = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else out
     on_gpu = x.device.type == "cuda"
     asm = on_gpu and bits == 4 and x.dtype in (torch.bfloat16, torch.float16) if asm is None else asm

@@ -6,7 +6,7 @@ from torch import Tensor
 from gpu_worker.quant.formats.fp8 import LARGEST, TINY
 from gpu_worker.quant.scheme import Activations
 
-_HUGE = torch.finfo(torch.float32).max
+_HUGE = 2.0**127  # of a scale times the largest value, so that it does not overflow again
 
 
 def float8_to_bf16(values: Tensor) -> Tensor:
@@ -31,7 +31,9 @@ def quantize_rows(x: Tensor, how: Activations, input_scale: Tensor | None = None
     if input_scale is not None:
         scales = input_scale.clamp(min=TINY).reshape(1, 1).expand(x.shape[0], 1)
     else:
-        padded = torch.nn.functional.pad(values, (0, -values.shape[1] % group)).reshape(len(x), -1, group)
+        padded = torch.nn.functional.pad(values, (0, -values.shape[1] % group)).reshape(
+            len(x), -(-values.shape[1] // group), group
+        )
         scales = (padded.abs().amax(2).clamp(max=_HUGE) / largest).clamp(min=TINY)
     spread = scales.repeat_interleave(group, 1)[:, : x.shape[1]]
     scaled = (values / spread).clamp(-largest, largest)

@@ -1,0 +1,84 @@
+"""The kernels for quantized weights in Triton's interpreter (float16 and float32: it has no bf16 arithmetic)."""
+
+import pytest
+import torch
+
+from gpu_worker.quant.scheme import Activations
+from tests.quant_kernel_checks import check_byte_linear, check_int_linear, check_rounding, corner_rows, random_ints
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes with numpy, which warns of overflow to infinity; the kernels mean it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+STATIC = Activations(kind="float", granularity="tensor", dynamic=False)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group", "bits", "zeros", "act_order"),
+    [
+        (64, 256, 32, 4, True, False),
+        (40, 384, 128, 4, False, False),
+        (30, 250, 64, 4, True, False),  # neither size is a multiple of the tile
+        (48, 192, 48, 4, True, False),  # groups that are no whole planes
+        (32, 256, 64, 4, False, True),
+        (16, 200, 200, 8, False, False),
+        (33, 256, 32, 8, True, True),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_int_linear(n: int, k: int, group: int, bits: int, zeros: bool, act_order: bool, rows: int) -> None:
+    packed = random_ints(n, k, group, bits=bits, zeros=zeros, act_order=act_order, device=DEVICE)
+    check_int_linear(rows, packed, torch.float16, bias=rows == 17)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int_linear_unpacked(dtype: torch.dtype, bias: bool) -> None:
+    packed = random_ints(48, 250, 64, bits=4, zeros=True, act_order=False, device=DEVICE)
+    check_int_linear(5, packed, dtype, bias=bias, unpacked=True)
+    check_int_linear(5, packed, dtype, bias=bias)
+
+
+def test_no_rows() -> None:
+    check_int_linear(
+        0, random_ints(32, 128, 32, bits=4, zeros=False, act_order=False, device=DEVICE), torch.float16, bias=False
+    )
+    check_byte_linear(0, 32, 128, 0, "float", torch.float16, bias=False, device=DEVICE)
+
+
+def test_split_product_is_finished_by_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing would be split: pretend there are many processors, and leave the counters at zero."""
+    from gpu_worker.kernels import split_k
+
+    monkeypatch.setattr(split_k, "num_processors", lambda device: 4)
+    assert split_k.choose_split(1, 16, torch.device(DEVICE)) == 4
+    check_int_linear(
+        3, random_ints(64, 2048, 128, bits=4, zeros=True, act_order=False, device=DEVICE), torch.float16, bias=True
+    )
+    check_byte_linear(3, 64, 4096, 0, "float", torch.float32, bias=True, device=DEVICE)
+    assert not bool(split_k.counters(torch.device(DEVICE)).any())
+
+
+@pytest.mark.parametrize(("n", "k", "block"), [(40, 200, 0), (64, 256, 0), (192, 320, 128), (96, 192, 64)])
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_float8_linear(n: int, k: int, block: int, rows: int) -> None:
+    check_byte_linear(rows, n, k, block, "float", torch.float32, bias=rows == 20, device=DEVICE)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_int8_linear(rows: int) -> None:
+    check_byte_linear(rows, 40, 200, 0, "int", torch.float32, bias=True, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_rounding_of_corner_rows(kind: str) -> None:
+    how = Activations(kind="float" if kind == "float" else "int", granularity="token")
+    check_rounding(corner_rows(200, DEVICE), how)
+    check_rounding(corner_rows(200, DEVICE).to(torch.float32)[:0], how)
+
+
+def test_rounding_in_groups_and_with_one_scale() -> None:
+    exact = torch.linspace(-448, 448, 320).to(torch.float8_e4m3fn).float().to(DEVICE).repeat(3, 1)
+    exact[:, ::64] = 448
+    check_rounding(exact, Activations(kind="float", granularity="group", group=64))
+    check_rounding(exact, STATIC, torch.full((1,), 1.0, device=DEVICE))
+    check_rounding(exact * 4, STATIC, torch.full((1,), 2.0, device=DEVICE))
