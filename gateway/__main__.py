@@ -19,7 +19,7 @@ def main() -> int:
     setup_logging(config)
     gc.set_threshold(*GC_THRESHOLDS)
     try:
-        folder = model_store.resolve(config.model, config.cache_dir)
+        folder = model_store.resolve(config.model, config.cache_dir, weights=False)
         name = config.served_model_name or model_store.default_name(config.model)
         model = served_model.load(folder, name, model_folder.fingerprint(folder))
         uvloop.run(serve(config, model))

@@ -81,6 +81,16 @@ class StubScheduler:
         self._spawn(self._hub.run())
         return self._hub.address
 
+    async def start_again(self, address: str) -> None:
+        """Bind the same address once more: the socket that died may hold it for a moment."""
+        for _ in range(200):
+            try:
+                self.start(address)
+                return
+            except OSError:
+                await asyncio.sleep(0.02)
+        self.start(address)
+
     async def die(self) -> None:
         """Vanish without a word, with everything this incarnation knew."""
         assert self._hub is not None

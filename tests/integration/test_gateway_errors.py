@@ -286,7 +286,7 @@ async def test_a_deadline_is_told_to_the_scheduler_and_kept_without_one(bench: B
     assert 29 < bench.stub.submits[-1].deadline_s <= 30
     for wrong in ("0", "-1", "nan", "inf", "soon", "1e9"):
         assert (await ask(wrong)).error["param"] == "X-Request-Timeout"
-    monkeypatch.setattr("gateway.session.DEADLINE_GRACE_S", 0.05)
+    monkeypatch.setattr("gateway.run.DEADLINE_GRACE_S", 0.05)
     bench.stub.plays = [Play([1], hold=True)]
     answer = await ask("0.1")
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")

@@ -177,7 +177,7 @@ async def test_streams_survive_a_scheduler_that_dies(bench: Bench) -> None:
     refused = await bench.complete()
     assert (refused.status, refused.headers["Retry-After"]) == (503, "2")
     count(bench, 60, delay_s=0.01, cached=0)
-    bench.stub.start(address)
+    await bench.stub.start_again(address)
     answers = await asyncio.gather(*requests)
     for answer in answers:
         if not answer.events:  # what was cached when the request came, not when it was resumed
@@ -210,7 +210,7 @@ async def test_requests_that_wait_survive_and_clients_that_leave_meanwhile_are_f
     await until(lambda: len(bench.stub.submits) == 2)
     await bench.stub.die()
     await leaving.cut()
-    bench.stub.start(address)
+    await bench.stub.start_again(address)
     assert (await waiting).text() == "ok"
     assert len(bench.stub.submits) == 3
 
@@ -268,7 +268,7 @@ async def test_a_scheduler_of_another_model_is_told_clearly(toy_folder: Path, mo
         address = bench.session.service._config.gateway_link
         await bench.stub.die()
         bench.stub.fatal = "this cell serves model abc, the gateway has fff"
-        bench.stub.start(address)
+        await bench.stub.start_again(address)
         await until(lambda: "abc" in str(bench.session.service.unavailable()))
         answer = await bench.complete()
         assert answer.status == 503

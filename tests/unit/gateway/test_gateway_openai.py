@@ -345,7 +345,8 @@ def test_the_document_is_what_the_tables_say() -> None:
 
 ODD: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, -(2**63), "", "x", "0", "\ud800", "a\0b"),
-    *([], [0], [-1], [1, 2], [10**9], ["x"], [""], ["\udfff"], [None], [[]], [[1]], [["x"]], [{}], list(range(999)), "x" * 10_000),
+    *([], [0], [-1], [1, 2], [10**9], ["x"], [""], ["\udfff"], [None], [[]], [[1]], [["x"]], [{}], list(range(999))),
+    "x" * 10_000,
     *({}, {"5": 1}, {"5": "x"}, {"": 0}, {"x": {"y": []}}, {"type": "text"}, {"type": "json_object"}),
     *({"include_usage": None}, {"include_usage": 1}, [{"role": "user", "content": "x"}]),
     [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
