@@ -4,7 +4,6 @@ Every stream asks greedily for a long answer; the text must be the one that an u
 """
 
 import asyncio
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -57,8 +56,9 @@ async def keep_asking(client: AsyncOpenAI, model: str, number: int, expected: di
         number += 1
         text = await answer(client, model, prompt, seen)
         if text != expected[prompt]:
-            at = len(os.path.commonprefix([text, expected[prompt]]))
-            raise RuntimeError(f"undisturbed {expected[prompt][at - 20 : at + 20]!r}, now {text[at - 20 : at + 20]!r}")
+            pairs = enumerate(zip(text, expected[prompt], strict=False))
+            start = max(0, next((at for at, (ours, theirs) in pairs if ours != theirs), len(text)) - 20)
+            raise RuntimeError(f"undisturbed {expected[prompt][start : start + 40]!r}, now {text[start : start + 40]!r}")
 
 
 async def main(seconds: float, urls: list[str]) -> int:
