@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any, assert_never
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gpu_worker.inventory import Inventory
@@ -141,8 +142,7 @@ class Service:
         log.warning("lost the scheduler", extra={"reason": reason, "fatal": fatal})
         self._new_incarnation()
         if fatal:
-            print(f"gpu_worker: error: the scheduler refused this worker: {reason}", file=sys.stderr)
-            self.exit_code = FATAL_EXIT
+            self.exit_code = _refuse(f"the scheduler refused this worker: {reason}")
             self.ended.set()
         elif self._draining:
             self.ended.set()
@@ -195,11 +195,13 @@ class Service:
 def main(config: Config) -> int:
     """Load the model and serve plans; the process's exit code."""
     setup_logging(config)
-    try:
-        return asyncio.run(_serve(config))
-    except (ModelError, BadConfig) as error:
-        print(f"gpu_worker: error: {error}", file=sys.stderr)
-        return FATAL_EXIT
+    return asyncio.run(_serve(config))
+
+
+def _refuse(why: str) -> int:
+    """Last words of a start that cannot succeed unless something is changed."""
+    print(f"gpu_worker: error: {why}", file=sys.stderr)
+    return FATAL_EXIT
 
 
 async def _serve(config: Config) -> int:
@@ -213,8 +215,13 @@ async def _serve(config: Config) -> int:
     if not loading.done():
         os._exit(0)  # nothing to finish, and a reading thread cannot be interrupted
     stopping.cancel()
-    service = Service(config, loading.result())
-    serve_metrics(service.metrics.registry, config.metrics_port, config.metrics_host)
+    try:
+        service = Service(config, loading.result())
+        serve_metrics(service.metrics.registry, config.metrics_port, config.metrics_host)
+    except (ModelError, BadConfig) as error:
+        return _refuse(str(error))
+    except torch.OutOfMemoryError as error:
+        return _refuse(f"the device's memory does not hold the model: {error}")
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain, f"signal {number.name}")
     return await service.run()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,12 @@ from shared.sampling import Edit, Flag, Sampling, pack_edits
 GREEDY = Sampling(temperature=0.0)
 
 
-def make_plan(step: int = 1, **fields: object) -> StepPlan:
+def make_plan(step: int = 1, **fields: Any) -> StepPlan:
     """A plan that does nothing but what fields say."""
     ints = dict.fromkeys(("num_chunk", "num_last", "num_decode"), 0)
     columns = {name: b"" for name in StepPlan._fields if name not in ints}
-    values = {**columns, **ints, "step": step, "score_width": 0, **fields}
-    return StepPlan(**values)  # type: ignore[arg-type]
+    values: dict[str, Any] = {**columns, **ints, "step": step, "score_width": 0, **fields}
+    return StepPlan(**values)
 
 
 @dataclass

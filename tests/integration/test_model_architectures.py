@@ -68,7 +68,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, length)]
 
 
 def reference(theirs: PreTrainedModel, tokens: list[int]) -> Tensor:

@@ -39,7 +39,8 @@ class Expected:
 @pytest.fixture(scope="module")
 def expected(smollm2_folder: Path) -> list[Expected]:
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2_folder)
-    theirs: Any = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+    auto: Any = AutoModelForCausalLM
+    theirs = auto.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     prompts = [tokenizer(text).input_ids for text in TEXTS]
     prompts.append(tokenizer("".join(LONG.format(number) for number in range(80))).input_ids[:1500])
     assert len(prompts[-1]) == 1500 and len(prompts) >= 21

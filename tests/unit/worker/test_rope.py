@@ -13,7 +13,7 @@ from gpu_worker.model.rope import cos_sin_table, inverse_frequencies
 from gpu_worker.model.spec import read_spec
 
 LENGTH = 61_000  # the longest sequence; scalings that depend on it are those of a sequence of this length
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 10,
 }  # fmt: skip
 SCALINGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -74,7 +74,9 @@ def test_longrope_is_short_for_a_server_of_short_sequences() -> None:
     limit, scaling = SCALINGS["longrope"]
     config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": limit, **SHAPE, "rope_scaling": scaling}
     rope = read_spec(config).rope
-    theirs = LlamaRotaryEmbedding(LlamaConfig(**SHAPE, max_position_embeddings=limit, rope_scaling=copy.deepcopy(scaling)))
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(**SHAPE, max_position_embeddings=limit, rope_parameters={**copy.deepcopy(scaling), "rope_theta": 1e4})
+    )
     cos, _ = theirs(torch.zeros(1, 1, 1), torch.tensor([[4000]]))
     assert torch.allclose(cos_sin_table(rope, 4096)[4000, :32], cos[0, 0, :32], atol=2e-6)
     assert not torch.allclose(cos_sin_table(rope, 4097)[4000, :32], cos[0, 0, :32], atol=1e-3)

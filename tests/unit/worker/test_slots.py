@@ -1,5 +1,7 @@
 """A plan's deltas on the slots, batches built from plans, pages cleared before use, and contradictions refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,10 @@ def opening(slot: int, computed: int, sampling: Sampling | None = None) -> bytes
 def test_open_sets_length_sampling_and_empties_edits() -> None:
     slots, cache = make_slots()
     sampling = Sampling(seed=2**63 + 5, temperature=0.5, top_p=0.25, min_p=0.125, top_k=7, num_prompt=9, logprobs=3, flags=2)
-    edits = {"edit_counts": i32([3, 2, 4, 1]), "edits": pack_edits([Edit(1, 2.0), Edit(3, 4.0, 5), Edit(6, 7.0)])}
+    edits: dict[str, Any] = {
+        "edit_counts": i32([3, 2, 4, 1]),
+        "edits": pack_edits([Edit(1, 2.0), Edit(3, 4.0, 5), Edit(6, 7.0)]),
+    }
     slots.apply(make_plan(opens=opening(3, 32, sampling) + opening(4, 0), **edits), cache)
     assert slots.host_lengths.tolist() == [0, 0, 0, 32, 0, 0, 0, 0]
     assert float(slots.column_f32("temperature")[3]) == 0.5 and float(slots.column_f32("top_p")[3]) == 0.25
@@ -80,7 +85,7 @@ def test_a_batch_of_all_kinds_of_rows() -> None:
 def test_sampled_tokens_become_inputs_and_history() -> None:
     slots, cache = make_slots()
     with_history = Sampling(num_prompt=2, flags=Flag.NEEDS_HISTORY, presence_penalty=1.0)
-    history = {"history_counts": i32([1, 0, 2]), "history": i32([41, 42])}
+    history: dict[str, Any] = {"history_counts": i32([1, 0, 2]), "history": i32([41, 42])}
     slots.apply(
         make_plan(opens=opening(1, 1, with_history) + opening(2, 5), page_writes=i32([1, 0, 3, 2, 0, 4]), **history), cache
     )
@@ -100,10 +105,10 @@ def test_sampled_tokens_become_inputs_and_history() -> None:
     ({"num_last": 1, "row_slots": i32([1]), "tokens": i32([1])}, "0 lengths for 1 prefill rows"),
     ({"num_last": 1, "row_slots": i32([1]), "row_lens": i32([101]), "tokens": i32([1] * 101)}, "101 tokens long, the limit is"),
 ])  # fmt: skip
-def test_contradictions_are_refused_before_anything_changes(fields: dict[str, object], words: str) -> None:
+def test_contradictions_are_refused_before_anything_changes(fields: dict[str, Any], words: str) -> None:
     slots, _ = make_slots()
     with pytest.raises(BadPlan, match=words):
-        make_batch(make_plan(**fields), slots)  # type: ignore[arg-type]
+        make_batch(make_plan(**fields), slots)
     assert slots.host_lengths.tolist() == [0] * 8
 
 

@@ -32,7 +32,7 @@ def write(folder: Path, state: dict[str, Tensor], shards: int = 1) -> Path:
     if shards == 1:
         save_file(state, folder / "model.safetensors")
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     names = list(state)
     for shard in range(shards):
         part = {name: state[name] for name in names[shard::shards]}
