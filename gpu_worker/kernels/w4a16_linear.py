@@ -31,7 +31,7 @@ _F16_2, _F16_3 = tl.constexpr(_F16.format(8)), tl.constexpr(_F16.format(12))
 @triton.jit
 def _offset(zeros, at, inside, BITS: tl.constexpr, TOP: tl.constexpr, HAS_ZEROS: tl.constexpr, BN: tl.constexpr):
     """f32[BN]: TOP + the zero point of one group."""
-    if HAS_ZEROS:  # noqa: SIM108: the other branch must not be compiled
+    if HAS_ZEROS:  # noqa: SIM108  (the other branch must not be compiled)
         zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
     else:
         zero = tl.full((BN,), 1 << (BITS - 1), tl.float32)
