@@ -10,6 +10,7 @@ import time
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from gateway import tls
 from gateway.errors import ApiError
 from gateway.handlers import CONFIG, ROUTES, SESSION, json_response
 from gateway.served_model import ServedModel
@@ -95,19 +96,24 @@ async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -
 
 async def serve(config: Config, model: ServedModel) -> None:
     """Serve until SIGTERM or SIGINT, then take nothing new and let streams end; a second signal ends them."""
+    certificate = tls.context(config)
     async with Session(config, model) as session:
         # Cancelled handlers are how a client that left ends its sequences.
         runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
         await runner.setup()
+        keeper = asyncio.create_task(tls.keep_fresh(certificate, config)) if certificate else None
         try:
-            site = web.TCPSite(runner, config.host, config.port)
+            site = web.TCPSite(runner, config.host, config.port, ssl_context=certificate)
             await site.start()
             port = runner.addresses[0][1]
-            log.info("listening", extra={"url": f"http://{config.host}:{port}", "model": model.name})
+            url = f"http{'s' if certificate else ''}://{config.host}:{port}"
+            log.info("listening", extra={"url": url, "model": model.name})
             gc.collect()
             gc.freeze()  # what start-up made stays; later collections need not look at it
             await _until_stopped(session, site)
         finally:
+            if keeper is not None:
+                keeper.cancel()
             await runner.cleanup()
 
 

@@ -51,6 +51,8 @@ class Config:
     # HTTP
     host: str = _setting("127.0.0.1", "address the gateway listens on")
     port: int = _setting(8000, "port the gateway listens on; 0: any free one")
+    tls_cert: str = _setting("", "file with the gateway's certificate chain (PEM); empty: plain HTTP")
+    tls_key: str = _setting("", "file with the private key of tls_cert (PEM)")
     max_body_bytes: int = _setting(16 * 2**20, "bytes of one request body")
     template_timeout_s: float = _setting(2.0, "seconds one chat template may take")
     sse_comment_s: float = _setting(10.0, "seconds between comment lines on a stream that has nothing to say")
