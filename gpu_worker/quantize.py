@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="quantize", description="Quantize a model folder.")
+    parser = argparse.ArgumentParser(prog="quire quantize", description="Quantize a model folder.")
     add_flags(parser)
     args = parser.parse_args(argv)
     os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
