@@ -48,10 +48,10 @@ def _quantize_rows(
         scale = tl.maximum(tl.load(input_scale), TINY)
     else:
         top = tl.max(tl.where(value == value, tl.abs(value), 0.0), 0)
-        scale = tl.maximum(tl.minimum(top, HUGE) / largest, TINY)
+        scale = tl.maximum(tl.div_rn(tl.minimum(top, HUGE), largest), TINY)
         has_nan = tl.max((value != value).to(tl.int32), 0)
         scale = tl.where(has_nan > 0, float("nan"), scale)
-    scaled = value / scale
+    scaled = tl.div_rn(value, scale)
     scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -largest), largest), 0.0)  # a NaN is in the scale
     if not FLOAT:
         scaled = (scaled + HALF_ULP) - HALF_ULP

@@ -25,7 +25,7 @@ class PackedInts:
     words: Tensor  # i16[blocks, N, 32]
     scales: Tensor  # [G, N], the checkpoint's dtype; group of column c is c // group
     zeros: Tensor | None  # u8[G, N]; None: 2^(bits - 1)
-    group: int  # columns per scale, a multiple of 32
+    group: int  # columns per scale: whole planes that make up a block, or whole blocks
     columns: Tensor | None  # i32[blocks * 32 * P]: the input of each column
 
     @property
@@ -99,14 +99,14 @@ def pack(weight: IntWeight) -> PackedInts:
 
 
 def _regular_group(weight: IntWeight) -> int:
-    """The size of the groups when they are in order, of one size and a multiple of 32 (the last may be shorter); else 0."""
+    """The size of the groups when they are in order, of one size (the last may be shorter) and fit the blocks; else 0."""
     groups = weight.groups
-    k = groups.numel()
+    k, span = groups.numel(), PLANE * (16 // weight.bits)
     size = int((groups == 0).sum())
     if size == k:
-        return max(-(-k // PLANE) * PLANE, PLANE)
-    regular = size > 0 and size % PLANE == 0 and torch.equal(groups.long(), torch.arange(k) // size)
-    return size if regular else 0
+        return max(-(-k // span), 1) * span
+    fits = size > 0 and size % PLANE == 0 and (size % span == 0 or span % size == 0)
+    return size if fits and torch.equal(groups.long(), torch.arange(k) // size) else 0
 
 
 def _sorted_planes(weight: IntWeight) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ def _sorted_planes(weight: IntWeight) -> tuple[Tensor, Tensor]:
 
 
 def _widest(per_plane: Tensor) -> tuple[int, Tensor]:
-    """Groups of 128, 64 or 32 columns, the widest in which no two groups of the checkpoint meet, and the group of each."""
+    """Groups of 4, 2 or 1 planes, the widest in which no two groups of the checkpoint meet, and the group of each."""
     for planes in (4, 2, 1):
         filled = -(-per_plane.numel() // planes) * planes
         runs = per_plane[torch.arange(filled).clamp(max=per_plane.numel() - 1)].view(-1, planes)
@@ -140,8 +140,8 @@ def _zero_codes(weight: IntWeight, zeros: Tensor | None, group: int, total: int)
 
 def _words(codes: Tensor, bits: int) -> Tensor:
     """u8[N, blocks * 32 * P] -> i16[blocks, N, 32]"""
-    planes = codes.view(codes.shape[0], -1, 16 // bits, PLANE).to(torch.int32)  # [N, blocks, P, 32]
-    shifts = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
-    words = (planes << shifts).sum(2)
-    words = torch.where(words >= 2**15, words - 2**16, words).to(torch.int16)
-    return words.transpose(0, 1).contiguous()
+    planes = codes.view(codes.shape[0], -1, 16 // bits, PLANE).transpose(0, 1)  # [blocks, N, P, 32]
+    words = planes[:, :, 0].to(torch.int16)
+    for number in range(1, 16 // bits):
+        words |= planes[:, :, number].to(torch.int16) << (bits * number)
+    return words.contiguous()

@@ -6,9 +6,10 @@ from torch import Tensor
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """i32[..., W] -> u8[..., W * 32 / bits]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    codes: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
-    return codes.to(torch.uint8).flatten(-2)
+    codes = torch.empty((*words.shape, 32 // bits), dtype=torch.uint8, device=words.device)
+    for place, shift in enumerate(range(0, 32, bits)):  # one at a time: a whole layer as int32 would be large
+        codes[..., place] = (words >> shift) & (2**bits - 1)
+    return codes.flatten(-2)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

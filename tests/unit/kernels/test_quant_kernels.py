@@ -22,6 +22,9 @@ STATIC = Activations(kind="float", granularity="tensor", dynamic=False)
         (32, 256, 64, 4, False, True),
         (16, 200, 200, 8, False, False),
         (33, 256, 32, 8, True, True),
+        (32, 480, 96, 4, True, False),  # groups of three planes
+        (32, 96, 96, 4, True, False),
+        (32, 480, 160, 8, True, False),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 17, 70])

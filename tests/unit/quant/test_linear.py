@@ -45,7 +45,17 @@ def close(found: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize(
     ("n", "k", "group", "bits"),
-    [(64, 256, 32, 4), (48, 250, 64, 4), (30, 96, 48, 4), (16, 576, 576, 4), (32, 256, 64, 8), (5, 40, 16, 8), (1, 32, 32, 4)],
+    [
+        (64, 256, 32, 4),
+        (48, 250, 64, 4),
+        (30, 96, 48, 4),
+        (16, 576, 576, 4),
+        (32, 256, 64, 8),
+        (5, 40, 16, 8),
+        (1, 32, 32, 4),
+        (9, 192, 96, 4),
+        (9, 480, 160, 8),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_shape_and_group(n: int, k: int, group: int, bits: int, act_order: bool, dtype: torch.dtype) -> None:
