@@ -10,6 +10,9 @@ from shared.messages import PROTOCOL, Drain, Reset, WorkerHello, WorkerWelcome
 log = logging.getLogger("quire.scheduler")
 
 _REGISTRATION_BYTES = 20
+# What a worker may claim to have: the scheduler sets aside memory for its pages and slots.
+LIMITS = {"num_pages": (2, 2**24), "num_slots": (2, 2**16), "max_batched_tokens": (1, 2**24), "max_model_len": (1, 2**28)}
+MOST_RANKS = 1024
 REMEMBERED_REPLICAS = 64  # dropped ones that may come back under their name
 
 
@@ -87,12 +90,11 @@ class Workers:
         for outbox in cell.gateways.values():
             if _folder(hello.model) != _folder(outbox.model):
                 return f"{name} serves model {hello.model}, gateway {outbox.name} model {outbox.model}"
-        if not 0 <= hello.rank < hello.tp:
+        if not 0 <= hello.rank < hello.tp <= MOST_RANKS:
             return f"{name}: rank {hello.rank} of {hello.tp}"
-        for field in ("num_pages", "num_slots", "max_batched_tokens", "max_model_len"):
-            least = 2 if field.startswith("num_") else 1
-            if getattr(hello, field) < least:
-                return f"{name}: {field} is {getattr(hello, field)}, must be at least {least}"
+        for field, (least, most) in LIMITS.items():
+            if not least <= getattr(hello, field) <= most:
+                return f"{name}: {field} is {getattr(hello, field)}, must be {least} to {most}"
         for known in self._hellos.values():
             if known.replica == hello.replica and known.tp != hello.tp:
                 return f"{name} is one of {hello.tp} ranks, another rank one of {known.tp}"

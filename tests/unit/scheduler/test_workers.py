@@ -374,3 +374,12 @@ def test_larger_replica_takes_what_the_smaller_cannot() -> None:
     assert list(small.replica("large").running) == [small.seq(1)]
     small.run()
     assert small.output[1] == [7] * 60
+
+
+@pytest.mark.parametrize("claim", [{"num_pages": 2**31}, {"num_slots": 2**40}, {"max_model_len": 2**40}, {"tp": 2**20}])
+def test_a_worker_that_claims_too_much_is_refused(claim: dict[str, Any]) -> None:
+    """Memory is set aside for what a worker says it has: a frame of 60 bytes must not cost gigabytes."""
+    small = SmallCell()
+    peer = small.join(**claim)
+    assert small.cell.replicas == {}
+    assert any(to == peer and isinstance(message, Reset) and message.fatal for to, message in small.sent)
