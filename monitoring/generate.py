@@ -101,7 +101,7 @@ ROWS: list[tuple[str, list[Panel]]] = [
                 "none",
                 [("rate(quire_recomputed_tokens_total[5m])", "per second"), ("rate(quire_stale_rows_total[5m])", "stale rows")],
             ),
-            ("Refused", "none", [("sum by (code) (increase(quire_rejected_sequences_total[5m]))", "{{code}}")]),
+            ("Refused", "none", [("sum by (code) (increase(quire_rejected_sequences_total[5m])) or vector(0)", "{{code}}")]),
             ("Ended, by why", "none", [("sum by (reason) (rate(quire_finished_sequences_total[5m]))", "{{reason}}")]),
             (
                 "Faults: all must stay 0",

@@ -11,9 +11,12 @@ PYTHON=${PYTHON:-.venv/bin/python}
 BUILD=${BUILD:-1}
 LOAD_S=${LOAD_S:-20}
 ROLES="scheduler worker gateway"
+IMAGE=$(sed -n 's/^ *image: \(prom.*\)/\1/p' compose.yaml)
+MONITORED=
+if docker image inspect "$IMAGE" > /dev/null 2>&1 || docker pull -q "$IMAGE" > /dev/null 2>&1; then MONITORED=prometheus; fi
 PASSED=0 FAILED=0
 
-compose() { docker compose -f compose.yaml -f compose.cpu.yaml "$@"; }
+compose() { docker compose --progress quiet -f compose.yaml -f compose.cpu.yaml "$@"; }
 container() { docker ps -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
     --filter "label=com.docker.compose.service=$1" | head -1; }
 urls() { for number in 0 1 2; do echo "http://127.0.0.1:$((FIRST_PORT + number))/v1"; done; }
@@ -48,7 +51,7 @@ while_loaded() {  # COMMAND...: streams run, the command happens to the stack, t
         sleep 0.2
     done
     sleep 2
-    "$@" > /dev/null
+    "$@" > /dev/null || status=1
     wait "$load" || status=$?
     sed 's/^/        /' "$output" | grep -v loaded
     rm -f "$output"
@@ -60,6 +63,10 @@ crash() {  # the process dies by itself, and the restart policy brings it back
     compose exec -T "$1" python -c "import os; [os.kill(int(p), 9) for p in os.listdir('/proc')
         if p.isdigit() and 1 < int(p) < os.getpid() and b'-m' in open(f'/proc/{p}/cmdline', 'rb').read()]" || true
 }
+ask() { "$PYTHON" tests/compose/metrics.py "http://$(docker inspect -f \
+    "{{(index .NetworkSettings.Networks \"${COMPOSE_PROJECT_NAME}_inner\").IPAddress}}" "$(container prometheus)"):9090" "$@"; }
+freeze() { docker pause "$(container "$1")"; local status=0; ask firing QuireNoProgress 150 || status=1
+    docker unpause "$(container "$1")"; return "$status"; }
 partition() { local who; who=$(container "$1"); docker network disconnect "${COMPOSE_PROJECT_NAME}_inner" "$who"; sleep 8
     docker network connect --alias "$1" "${COMPOSE_PROJECT_NAME}_inner" "$who"; }
 
@@ -82,7 +89,7 @@ trap clean EXIT
 clean || true
 if [ "$BUILD" = 1 ]; then compose build --quiet keys model gateway; fi
 # shellcheck disable=SC2086
-check "up --wait" compose up -d --wait --no-build --quiet-pull $ROLES
+check "up --wait" compose up -d --wait --no-build --quiet-pull $ROLES $MONITORED
 QUIRE_FIRST=$(docker port "$(container gateway)" 8000/tcp | head -1 | sed 's/.*://')
 check "the OpenAI SDK gets Paris" paris "$QUIRE_FIRST"
 for role in $ROLES; do
@@ -92,13 +99,22 @@ for role in $ROLES; do
 done
 check "only the gateway's port is published" published
 # shellcheck disable=SC2086
-check "--scale gateway=3" compose up -d --wait --no-build --scale gateway=3 $ROLES
+check "--scale gateway=3" compose up -d --wait --no-build --scale gateway=3 $ROLES $MONITORED
 for number in 0 1 2; do check "gateway $number answers" paris $((FIRST_PORT + number)); done
 check "streams survive docker kill of the worker" while_loaded kill_and_start worker
 check "streams survive a crash of the scheduler" while_loaded crash scheduler
 check "streams survive docker kill of the scheduler" while_loaded kill_and_start scheduler
 check "streams survive a gateway cut off from the network for 8 s" while_loaded partition gateway
 check "streams survive the worker cut off from the network for 8 s" while_loaded partition worker
+if [ -n "$MONITORED" ]; then
+    check "Prometheus scrapes every role" ask targets 5
+    check "every expression of the dashboard returns data" ask dashboard monitoring/grafana/quire.json
+    check "a frozen worker raises an alert, and its streams survive" while_loaded freeze worker
+    check "the alert ends" ask quiet QuireNoProgress 150
+    ask picture > "${PICTURE:-/dev/null}"
+else
+    echo "        Prometheus' image is not to be had: its checks are left out"
+fi
 check "Paris after all that" paris "$FIRST_PORT"
 compose logs --no-log-prefix scheduler 2>&1 | grep -E '"level": "(error|critical)"' | head -5 || true
 docker image ls --format '        {{.Repository}}:{{.Tag}}  {{.Size}}' | grep -E 'quire-|python:3.11-slim' || true
