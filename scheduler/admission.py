@@ -11,6 +11,7 @@ from shared.pages import HASH_BYTES
 from shared.sampling import SAMPLING_BYTES, Sampling
 
 BAD_REQUEST, TOO_MANY = 400, 429
+RESUBMITTING_S = 1.0  # after its hello a gateway submits again what it still wants
 _INT32_MAX = 2**31 - 1
 
 
@@ -71,12 +72,35 @@ def admit(cell: Cell, outbox: Outbox, submit: Submit, now: float) -> Sequence | 
     text = too_long(cell, seq)
     if text and not seq.num_output:  # one that has output already ends with LENGTH, as if it had grown here
         return Reject(submit.id, BAD_REQUEST, "context_length_exceeded", text, "", 0.0)
-    if len(cell.waiting) >= cell.max_queued and not seq.num_output:
-        text = f"{len(cell.waiting)} sequences are waiting, at most {cell.max_queued} may"
+    text = overload(cell, seq, now)
+    if text and not _was_admitted(seq, outbox, submit, now):
         return Reject(submit.id, TOO_MANY, "queue_full", text, "", predicted_wait_s(cell, now) or 1.0)
     outbox.sequences[seq.id] = seq
     cell.waiting.add(seq)
+    cell.queue_rate.on_queue(now, True)
     return seq
+
+
+def overload(cell: Cell, seq: Sequence, now: float) -> str:
+    """Which limit of the queue one more sequence would break, with both numbers; empty when none. An empty queue takes all."""
+    waiting = cell.waiting
+    if len(waiting) >= cell.max_queued:
+        return f"{len(waiting)} sequences are waiting, at most {cell.max_queued} may"
+    if not len(waiting):
+        return ""
+    num_tokens = waiting.num_tokens + len(seq.tokens)
+    if 0 < cell.max_queued_tokens < num_tokens:
+        return f"{num_tokens} tokens would be waiting, at most {cell.max_queued_tokens} may"
+    rate = cell.queue_rate.per_s(now)
+    wait_s = len(waiting) / rate if rate > 0 else 0.0
+    if 0 < cell.max_wait_s < wait_s:
+        return f"the predicted wait is {wait_s:.1f} s, at most {cell.max_wait_s:g} s is allowed"
+    return ""
+
+
+def _was_admitted(seq: Sequence, outbox: Outbox, submit: Submit, now: float) -> bool:
+    """It has output, or comes with the hello of a gateway that lost its scheduler: what was let in once stays in."""
+    return seq.num_output > 0 or (submit.age_s > 0 and now - outbox.since < RESUBMITTING_S)
 
 
 def predicted_wait_s(cell: Cell, now: float) -> float:

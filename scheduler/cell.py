@@ -8,12 +8,13 @@ from scheduler.forecast import OutputLengths
 from scheduler.outbox import Outbox
 from scheduler.replica import Replica
 from scheduler.sequence import Sequence
+from scheduler.start_rate import StartRate
 from scheduler.waiting import Waiting
 from scheduler.workload import DecodeSpeed
 from shared.messages import Finish, Reject
 
-MAX_STRIKES = 3  # in steps with other rows; a step of its own condemns at the second
 RATE_WINDOW_S = 30.0
+MAX_STRIKES = 3  # in steps with other rows; a step of its own condemns at the second
 
 REASONS = {
     Finish.STOP: "stop",
@@ -32,6 +33,8 @@ class Cell:
     credits: int
     max_queued: int
     step_timeout_s: float
+    max_queued_tokens: int = 0  # 0: no limit
+    max_wait_s: float = 0.0  # 0: no limit
     replicas: dict[str, Replica] = field(default_factory=dict)  # by name
     gateways: dict[str, Outbox] = field(default_factory=dict)  # by peer
     waiting: Waiting = field(default_factory=Waiting)
@@ -44,6 +47,7 @@ class Cell:
     pool_tokens: int = 0
     starts_per_s: float = 0.0  # sequences that entered a first plan, smoothed
     last_start: float = 0.0
+    queue_rate: StartRate = field(default_factory=StartRate)
 
     @property
     def placeable(self) -> list[Replica]:
@@ -69,6 +73,7 @@ class Cell:
         """Exponentially forgotten count of starts, per second."""
         self.starts_per_s = self.start_rate(now) + 1.0 / RATE_WINDOW_S
         self.last_start = now
+        self.queue_rate.on_start(now, len(self.waiting) > 0)
 
     def start_rate(self, now: float) -> float:
         return self.starts_per_s * math.exp(-max(now - self.last_start, 0.0) / RATE_WINDOW_S)

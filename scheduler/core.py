@@ -90,7 +90,7 @@ class Core:
             if outbox.name == hello.name:  # its earlier incarnation; what is still wanted is submitted again
                 for seq in list(outbox.sequences.values()):
                     cell.finish(seq, Finish.ABORT)
-        cell.gateways[peer] = Outbox(peer, hello.name, hello.model)
+        cell.gateways[peer] = Outbox(peer, hello.name, hello.model, now)
         welcome = GatewayWelcome(PROTOCOL, cell.epoch, cell.page_tokens, cell.hash_key)
         return [(peer, welcome), (peer, self.status(now))]
 

@@ -23,6 +23,7 @@ class Outbox:
         "peer",
         "scores",
         "sequences",
+        "since",
         "started_cached",
         "started_ids",
         "tokens",
@@ -31,10 +32,11 @@ class Outbox:
         "top_width",
     )
 
-    def __init__(self, peer: str, name: str, model: str) -> None:
+    def __init__(self, peer: str, name: str, model: str, since: float = 0.0) -> None:
         self.peer = peer
         self.name = name
         self.model = model  # fingerprint
+        self.since = since  # clock time of its hello
         self.sequences: dict[int, Sequence] = {}  # live ones by id
         self.clear()
 

@@ -64,6 +64,8 @@ def new_cell(config: Config, hash_key: bytes) -> Cell:
         epoch=time.time_ns() // 1_000_000,  # grows with every start
         credits=config.credits,
         max_queued=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        max_wait_s=config.max_wait_s,
         step_timeout_s=config.step_timeout_s,
     )
 

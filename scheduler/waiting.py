@@ -13,10 +13,11 @@ def _order(seq: Sequence) -> Order:
 
 
 class Waiting:
-    __slots__ = ("_queue",)
+    __slots__ = ("_queue", "num_tokens")
 
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
+        self.num_tokens = 0  # of all of them; a sequence does not grow while it waits
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -31,11 +32,13 @@ class Waiting:
     def add(self, seq: Sequence) -> None:
         """A sequence that ran before keeps its order, so it comes back where it was."""
         insort(self._queue, seq, key=_order)
+        self.num_tokens += len(seq.tokens)
 
     def remove(self, seq: Sequence) -> None:
         at = bisect_left(self._queue, seq.order, key=_order)
         assert self._queue[at] is seq, f"sequence {seq.id} is not waiting"
         del self._queue[at]
+        self.num_tokens -= len(seq.tokens)
 
     @property
     def head(self) -> Sequence | None:

@@ -69,6 +69,8 @@ class Config:
     # Scheduling
     credits: int = _setting(2, "plans in flight per replica; 1: no overlap")
     max_queued_requests: int = _setting(4096, "sequences that may wait; more are answered 429")
+    max_queued_tokens: int = _setting(0, "tokens of all sequences that may wait; more are answered 429; 0: no limit")
+    max_wait_s: float = _setting(0.0, "seconds a new sequence may be predicted to wait before it is answered 429; 0: no limit")
     step_timeout_s: float = _setting(120.0, "seconds one step may take before its worker counts as hung")
     hash_key_file: str = _setting("", "file with the cell's page hash key; empty: <cache-dir>/hash.key, made at first start")
 
@@ -99,12 +101,14 @@ def _check(config: Config) -> Config:
     for name in counts:
         if getattr(config, name) < 1:
             _fail(name, getattr(config, name), "must be at least 1")
-    for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_bytes", "cpu_threads"):
+    for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_bytes", "cpu_threads", "max_queued_tokens"):
         if getattr(config, name) < 0:
             _fail(name, getattr(config, name), "must not be negative")
     for name in ("heartbeat_s", "silence_s", "step_timeout_s", "template_timeout_s", "sse_comment_s"):
         if not 0 < getattr(config, name) < 1e6:
             _fail(name, getattr(config, name), "must be a positive number of seconds")
+    if not 0 <= config.max_wait_s < 1e6:
+        _fail("max_wait_s", config.max_wait_s, "must be a number of seconds, 0 or more")
     for name in ("port", "metrics_port"):
         if not 0 <= getattr(config, name) <= 65535:
             _fail(name, getattr(config, name), "must be between 0 and 65535")

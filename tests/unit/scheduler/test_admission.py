@@ -107,6 +107,48 @@ def test_full_queue_is_a_429_with_retry_after() -> None:
     assert 4 not in small.ends
 
 
+def test_queued_tokens_are_limited_but_an_empty_queue_takes_any() -> None:
+    small = SmallCell()
+    small.cell.max_queued_tokens = 10
+    small.submit(1, [1] * 30)
+    small.submit(2, [1])
+    assert small.rejects[2].status == 429 and "31 tokens" in small.rejects[2].text and "10" in small.rejects[2].text
+    small.join()
+    small.run()
+    small.submit(3, [1] * 30)
+    assert 3 not in small.rejects and small.cell.waiting.num_tokens == 0
+
+
+def test_predicted_wait_is_limited_once_waiting_was_seen() -> None:
+    small = SmallCell(credits=1)
+    small.cell.max_wait_s = 3.0
+    small.join(num_slots=2)
+    for number in range(1, 12):  # one runs, ten wait: nothing is known about how long
+        small.submit(number, [number], max_new=1)
+    assert not small.rejects
+    for _ in range(4):  # one start per second
+        small.now += 1.0
+        small.answer()
+    small.submit(20, [1])
+    assert small.rejects[20].status == 429 and "predicted wait" in small.rejects[20].text
+    assert small.rejects[20].retry_after_s > 0
+    small.run()
+    small.now += 600.0
+    small.submit(21, [1])  # an empty queue, however slow it was
+    small.submit(22, [1])
+    assert 21 not in small.rejects
+
+
+def test_what_a_gateway_brings_with_its_hello_was_admitted_before() -> None:
+    small = SmallCell(max_queued=1)
+    small.submit(1, [1])
+    small.submit(2, [1], age_s=3.0)
+    assert not small.rejects
+    small.now += 2.0
+    small.submit(3, [1], age_s=3.0)
+    assert small.rejects[3].status == 429
+
+
 def test_deadline_while_queued_and_while_running() -> None:
     small = SmallCell()
     small.submit(1, [1], deadline_s=2.0)
