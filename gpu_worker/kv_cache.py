@@ -8,11 +8,7 @@ from gpu_worker.batch import IntArray
 
 
 class KVCache:
-    """k and v of a layer are [num_pages, kv_heads, page_tokens, head_dim], in this logical order on every device.
-
-    On a CPU all layers of a page stand together: only pages in use take memory, and one gather over (page, head) gives
-    contiguous keys per row and head. On a GPU every layer is a tensor of its own.
-    """
+    """k and v of a layer are [num_pages, kv_heads, page_tokens, head_dim]. On a CPU only pages in use take memory."""
 
     def __init__(
         self,
@@ -28,14 +24,9 @@ class KVCache:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self._on_cpu = device.type == "cpu"
-        self._page_dim = 0 if self._on_cpu else 2
-        page = (kv_heads, page_tokens, head_dim)
-        if self._on_cpu:
-            self.storage = _lazy_zeros((num_pages, num_layers, 2, *page), dtype)
-            by_layer = self.storage.permute(1, 2, 0, 3, 4, 5)
-        else:
-            self.storage = by_layer = torch.zeros((num_layers, 2, num_pages, *page), dtype=dtype, device=device)
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in by_layer]
+        shape = (num_layers, 2, num_pages, kv_heads, page_tokens, head_dim)
+        self.storage = _lazy_zeros(shape, dtype) if self._on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.storage]
 
     @staticmethod
     def page_bytes(*, num_layers: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -45,11 +36,11 @@ class KVCache:
         """Make fresh pages finite before a slot writes them: the torch twins multiply masked cells by 0, and 0 * NaN is NaN.
         The Triton kernels never load masked cells."""
         if self._on_cpu and len(pages):
-            self.storage.index_fill_(0, torch.from_numpy(pages.astype(np.int64)), 0)
+            self.storage.index_fill_(2, torch.from_numpy(pages.astype(np.int64)), 0)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """i64[n] each; all sources are read before any target is written."""
-        self.storage.index_copy_(self._page_dim, targets, self.storage.index_select(self._page_dim, sources))
+        self.storage.index_copy_(2, targets, self.storage.index_select(2, sources))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

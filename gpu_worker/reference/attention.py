@@ -26,31 +26,21 @@ def attention(
 ) -> Tensor:
     """See Ops.attention."""
     _, kv_heads, page_tokens, head_dim = k_cache.shape
-    keys, page_rows = _pool(k_cache)
-    values, _ = _pool(v_cache)
-    geometry = Geometry(page_rows, kv_heads, page_tokens, window, q.dtype)
+    geometry = Geometry(kv_heads, page_tokens, head_dim, window, k_cache.dtype)
     layout: Layout | None = batch.memo.get(geometry)
     if layout is None:
         layout = batch.memo[geometry] = make_layout(batch, page_table.numpy(), geometry)
+    keys = k_cache.reshape(-1, page_tokens * head_dim)  # a row: one head of one page
+    values = v_cache.reshape(-1, page_tokens * head_dim)
     q = q.view(q.shape[0], kv_heads, -1, head_dim)
+    if not layout.prefill and len(layout.decode) == 1 and isinstance(layout.decode[0].tokens, slice):
+        return _decode(layout.decode[0], q, keys, values, scale, soft_cap).flatten(1, 2)
     out = torch.empty(q.shape, dtype=q.dtype)
     for part in layout.prefill:
         _put(out, part.out, _prefill(part, q, k_new, v_new, keys, values, scale, soft_cap))
     for rows in layout.decode:
         _put(out, rows.tokens, _decode(rows, q, keys, values, scale, soft_cap))
     return out.flatten(1, 2)
-
-
-def _pool(cache: Tensor) -> tuple[Tensor, int]:
-    """The cache as rows [page_tokens * d] of one head of one page, and the number of rows from one page to the next.
-
-    KVCache's order on a CPU is viewed as it lies: rows of other layers stand between, and no place points to them."""
-    pool_pages, kv_heads, page_tokens, head_dim = cache.shape
-    row = page_tokens * head_dim
-    if cache.stride()[1:] != (row, head_dim, 1) or cache.stride(0) % row:
-        cache = cache.contiguous()
-    page_rows = cache.stride(0) // row
-    return cache.as_strided(((pool_pages - 1) * page_rows + kv_heads, row), (row, 1)), page_rows
 
 
 def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:
@@ -64,9 +54,10 @@ def _put(out: Tensor, tokens: slice | Tensor, values: Tensor) -> None:
         out.index_copy_(0, tokens, values)
 
 
-def _gather(pool: Tensor, pages: Pages, kv_heads: int) -> Tensor:
+def _gather(pool: Tensor, pages: Pages, kv_heads: int, out: Tensor) -> Tensor:
     """[rows, kv_heads, keys, d] of a pool of rows [page_tokens * d]."""
-    return pool.index_select(0, pages.places).view(pages.num_rows, kv_heads, pages.num_keys, -1)
+    torch.index_select(pool, 0, pages.places, out=out)
+    return out.view(pages.num_rows, kv_heads, pages.num_keys, -1)
 
 
 def _capped(scores: Tensor, soft_cap: float) -> Tensor:
@@ -78,20 +69,22 @@ def _decode(rows: Decode, q: Tensor, keys: Tensor, values: Tensor, scale: float,
     kv_heads, group, head_dim = q.shape[1:]
     num_rows = rows.num_rows
     q = _take(q, rows.tokens) * scale
-    private = _gather(keys, rows.private, kv_heads).flatten(0, 1)
+    private = _gather(keys, rows.private, kv_heads, rows.private.keys).flatten(0, 1)
     scores = torch.bmm(q.reshape(-1, group, head_dim), private.transpose(1, 2)).view(num_rows, kv_heads, group, -1)
     if rows.shared is not None:
-        shared_keys = _gather(keys, rows.shared, kv_heads)[0]
+        shared_keys = _gather(keys, rows.shared, kv_heads, rows.shared.keys)[0]
         stacked = q.transpose(0, 1).reshape(kv_heads, num_rows * group, head_dim)
         shared = torch.bmm(stacked, shared_keys.transpose(1, 2)).view(kv_heads, num_rows, group, -1)
         scores = torch.cat((shared.transpose(0, 1), scores), dim=-1)
     weights = torch.softmax(_capped(scores, soft_cap).add_(rows.mask), dim=-1)
     num_shared = rows.shared.num_keys if rows.shared is not None else 0
     own = weights[..., num_shared:].reshape(num_rows * kv_heads, group, -1)
-    out = torch.bmm(own, _gather(values, rows.private, kv_heads).flatten(0, 1)).view(num_rows, kv_heads, group, head_dim)
+    out = torch.bmm(own, _gather(values, rows.private, kv_heads, rows.private.values).flatten(0, 1)).view(
+        num_rows, kv_heads, group, head_dim
+    )
     if rows.shared is None:
         return out
-    shared_values = _gather(values, rows.shared, kv_heads)[0]
+    shared_values = _gather(values, rows.shared, kv_heads, rows.shared.values)[0]
     common = weights[..., :num_shared].transpose(0, 1).reshape(kv_heads, num_rows * group, num_shared)
     return out.add_(torch.bmm(common, shared_values).view(kv_heads, num_rows, group, head_dim).transpose(0, 1))
 
@@ -107,7 +100,8 @@ def _prefill(
         k = _take(k_new, part.tokens).view(shape).transpose(1, 2)
         v = _take(v_new, part.tokens).view(shape).transpose(1, 2)
     else:
-        k, v = _gather(keys, part.pages, kv_heads), _gather(values, part.pages, kv_heads)
+        k = _gather(keys, part.pages, kv_heads, part.pages.keys)
+        v = _gather(values, part.pages, kv_heads, part.pages.values)
     if soft_cap:
         attended = _explicit(queries, k, v, part.mask, scale, soft_cap)
     else:

@@ -24,9 +24,11 @@ Tokens = slice | Tensor  # neighbours in the batch, or i64[rows * query_len]
 class Pages(NamedTuple):
     """Keys of some rows: num_pages pages each, gathered by (row, head, page)."""
 
-    places: Tensor  # i64[rows * kv_heads * num_pages], page * page_rows + head; page 0 where a row has fewer
+    places: Tensor  # i64[rows * kv_heads * num_pages], page * kv_heads + head; page 0 where a row has fewer
     num_rows: int
     num_keys: int
+    keys: Tensor  # [places, page_tokens * head_dim], where every layer gathers: memory that stays in the CPU's cache
+    values: Tensor
 
 
 class Decode(NamedTuple):
@@ -57,9 +59,9 @@ class Layout(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    page_rows: int  # rows [page_tokens * head_dim] of the pool from one page to the next; the first ones are its heads
     kv_heads: int
     page_tokens: int
+    head_dim: int
     window: int
     dtype: torch.dtype
 
@@ -185,8 +187,10 @@ def _pages(rows: _Rows, members: npt.NDArray[np.int64], skip: int) -> tuple[Page
 
 
 def _gather(pages: npt.NDArray[np.int64], geometry: Geometry) -> Pages:
-    places = pages[:, None, :] * geometry.page_rows + np.arange(geometry.kv_heads)[:, None]
-    return Pages(torch.from_numpy(places.reshape(-1)), len(pages), pages.shape[1] * geometry.page_tokens)
+    places = pages[:, None, :] * geometry.kv_heads + np.arange(geometry.kv_heads)[:, None]
+    shape = (places.size, geometry.page_tokens * geometry.head_dim)
+    keys, values = torch.empty(shape, dtype=geometry.dtype), torch.empty(shape, dtype=geometry.dtype)
+    return Pages(torch.from_numpy(places.reshape(-1)), len(pages), pages.shape[1] * geometry.page_tokens, keys, values)
 
 
 def _visible(keys: npt.NDArray[Any], queries: npt.NDArray[Any], window: int) -> npt.NDArray[np.bool_]:

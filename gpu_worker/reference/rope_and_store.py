@@ -1,10 +1,10 @@
 """Per-head norms, rotation and the write of this step's keys and values."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.batch import Batch
+from gpu_worker.reference.elementwise import rms_norm
 
 
 def rope_and_store(
@@ -23,9 +23,9 @@ def rope_and_store(
     num_q_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = torch.split(heads, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
-        q.copy_(F.rms_norm(q, q_norm.shape, q_norm, eps))
+        q.copy_(rms_norm(q, q_norm, eps))
     if k_norm is not None:
-        k.copy_(F.rms_norm(k, k_norm.shape, k_norm, eps))
+        k.copy_(rms_norm(k, k_norm, eps))
     _rotate(heads[:, : num_q_heads + num_kv_heads], batch, cos_sin)
     pages, offsets = _cells(batch, page_tokens)
     k_cache[pages, :, offsets] = k

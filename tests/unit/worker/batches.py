@@ -39,7 +39,6 @@ def make_case(
     page_tokens: int = 16,
     dtype: torch.dtype = torch.float32,
     groups: list[tuple[int, int]] | None = None,
-    layers: int = 1,
     seed: int = 0,
 ) -> Case:
     """prefill: (query length, context length after the step) of each row; decode: context length of each row."""
@@ -67,18 +66,17 @@ def make_case(
         tokens=i32([1] * sum(query_len for query_len, _ in prefill)),
         group_counts=i32(number for group in groups or [] for number in group),
     )
-    # As KVCache lays them out: other layers stand between the pages of one.
-    caches = torch.full((num_pages, layers, 2, kv_heads, page_tokens, head_dim), torch.nan, dtype=dtype)
+    caches = torch.full((2, num_pages, kv_heads, page_tokens, head_dim), torch.nan, dtype=dtype)
     used = torch.from_numpy(slots.host_page_table[order]).long()
     for slot, count, (_, length) in zip(order, counts, rows, strict=True):
         for index in range(count):
-            page = caches[slots.host_page_table[slot, index], -1]
+            page = caches[:, slots.host_page_table[slot, index]]
             page.zero_()
             live = min(page_tokens, length - index * page_tokens)
             page[:, :, :live] = torch.randn(page[:, :, :live].shape, generator=generator).to(dtype)
     assert used.max() > 9
-    caches[0] = 0
-    return Case(make_batch(plan, slots), slots, caches[:, -1, 0], caches[:, -1, 1])
+    caches[:, 0] = 0
+    return Case(make_batch(plan, slots), slots, caches[0], caches[1])
 
 
 def new_tokens(case: Case) -> tuple[Tensor, Tensor]:

@@ -79,10 +79,6 @@ def test_bfloat16() -> None:
     check(make_case([(30, 30), (4, 30)], [200, 3, 90], dtype=torch.bfloat16, head_dim=64), 6, dtype=torch.bfloat16)
 
 
-def test_pages_of_other_layers_between() -> None:
-    check(make_case([(5, 5), (3, 20)], [1, 16, 17, 40], layers=3), 4)
-
-
 def test_cache_in_another_memory_order() -> None:
     case = make_case([(5, 5), (3, 20)], [1, 16, 17, 40])
     case.k_cache = case.k_cache.transpose(1, 2).contiguous().transpose(1, 2)

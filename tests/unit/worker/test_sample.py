@@ -13,7 +13,7 @@ from gpu_worker.batch import Needs, Sampled
 from gpu_worker.prepare import make_batch
 from gpu_worker.slots import Slots
 from shared.columns import i32
-from shared.sampling import Edit, Flag, Sampling, pack_edits
+from shared.sampling import Edit, Flag, Sampling, conditional, pack_edits
 from tests import kernel_reference
 from tests.plan_driver import make_plan
 from tests.unit.worker.batches import CPU
@@ -164,6 +164,22 @@ def test_edits_bias_forbid_allow_and_end() -> None:
     samplings[4] = greedy._replace(flags=Flag.ALLOW_ONLY)
     sampled, _ = run(logits, samplings, [6] * 6, edits)
     assert sampled.tokens.tolist() == [8, 9, 0, 5, 31, 2]
+
+
+def test_s07_conditional_edits_act_where_the_output_ends_with_their_ids() -> None:
+    greedy = Sampling(temperature=0.0, num_prompt=2, flags=Flag.NEEDS_HISTORY)
+    histories = [[7, 8, 7, 8], [7, 8, 8, 7], [7, 8, 7, 8], [1, 7, 8], [1, 7, 8, 0, 7, 8], [7, 8, 7, 8]]
+    logits = torch.zeros(6, VOCAB)
+    logits[:, 5], logits[:, 6] = 10.0, 9.0
+    ban = conditional([7, 8, 5], -math.inf)
+    edits = {row: list(ban) for row in range(6)}
+    edits[2] = [*conditional([9, 5], -math.inf), Edit(6, 0.5), *ban]
+    edits[5] = [*ban, Edit(6, -math.inf), *conditional([8, 0], -math.inf)]
+    samplings = [greedy] * 6
+    sampled, needs = run(logits, samplings, [len(each) for each in histories], edits, dict(enumerate(histories)))
+    # Row 3: 7 is prompt, so the output does not hold the whole beginning.
+    assert sampled.tokens.tolist() == [6, 5, 6, 5, 6, 1]
+    assert needs.edits is not None and int((needs.edits.tokens < 0).sum()) == 0
 
 
 def test_penalties_count_prompt_and_output_as_their_names_say() -> None:
