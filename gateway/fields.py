@@ -140,6 +140,16 @@ def stop_strings(value: Any, path: str, limits: Limits) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
+def bad_words(value: Any, path: str, limits: Limits) -> tuple[str, ...]:
+    sized(expect(list, value, path), path, limits.max_bad_words, "strings")
+    for at, word in enumerate(value):
+        where = f"{path}[{at}]"
+        if not 1 <= len(expect(str, word, where)) <= limits.max_bad_word_chars:
+            text = f"{where} must have 1 to {limits.max_bad_word_chars} characters, got {len(word)}"
+            raise BadRequest(text, where, "out_of_range")
+    return tuple(dict.fromkeys(value))
+
+
 def logit_bias(value: Any, path: str, limits: Limits) -> dict[int, float]:
     """{"token id": bias}, ids below the width of the logits, biases in [-100, 100]."""
     sized(expect(dict, value, path), path, limits.max_bias, "entries")

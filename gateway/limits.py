@@ -36,6 +36,8 @@ class Limits:
     max_stop_chars: int = 1024  # of one stop string
     max_all_stop_chars: int = 4096  # of all of them
     max_stop_ids: int = 1024
+    max_bad_words: int = 128
+    max_bad_word_chars: int = 256  # of one of them
     max_bias: int = 1024  # entries of logit_bias
     max_allowed_ids: int = 4096
     max_tokens: int = 2**31 - 1  # largest number a token count may say; the model's length is checked with the prompt

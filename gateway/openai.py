@@ -22,6 +22,7 @@ SAME = (
         "frequency_penalty",
         "logit_bias",
         "allowed_token_ids",
+        "bad_words",
         "stop",
         "stop_token_ids",
     ),

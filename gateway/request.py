@@ -28,6 +28,7 @@ class ValidRequest:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
     # When to end
     max_tokens: int | None = None  # None: as many as fit, or default_max_tokens where fewer

@@ -64,6 +64,8 @@ IMPLEMENTED = (
     _does("repetition_penalty", number(0, 10, above=True), "divides positive, multiplies negative logits of tokens seen"),
     _does("logit_bias", fields.logit_bias, "object of token id to bias in [-100, 100]"),
     _does("allowed_token_ids", fields.allowed_ids, "only these ids may be sampled"),
+    _does("bad_words", fields.bad_words, "strings that are never completed, at the start of a word or inside one; of several "
+          "tokens only the last is forbidden, once the others are in the output"),
     _does("stop", fields.stop_strings, "a string or a list: the text ends before the first that occurs"),
     _does("stop_token_ids", fields.stop_ids, "ids that end the answer, besides the model's own"),
     _does("ignore_eos", boolean, "the model's own end tokens do not end the answer"),
@@ -126,7 +128,6 @@ REFUSED = (
     _not("best_of", 1, apis=(COMPLETION,), why="not supported; ask for n choices"),
     _not("use_beam_search", False),
     _not("length_penalty", 1, 1.0, why="belongs to beam search, which is not supported"),
-    _not("bad_words", []),
     _not("logits_processors", []),
     _not("logprob_token_ids"),
     _not("spaces_between_special_tokens", True),

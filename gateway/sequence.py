@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from gateway.request import ValidRequest
 from shared import columns, pages
 from shared.messages import Finish, GatewayWelcome, Reject, Submit
-from shared.sampling import Edit, Flag, Sampling, choice_seed, pack_edits
+from shared.sampling import Edit, Flag, Sampling, choice_seed, conditional, pack_edits
 
 TOKEN_BYTES = 4
 
@@ -74,9 +74,18 @@ class Recipe:
     deadline_s: float
 
     @classmethod
-    def of(cls, request: ValidRequest, eos_ids: tuple[int, ...], seed: int, arrived: float, tenant: str = "") -> "Recipe":
+    def of(
+        cls,
+        request: ValidRequest,
+        eos_ids: tuple[int, ...],
+        seed: int,
+        arrived: float,
+        tenant: str = "",
+        banned: Ids[tuple[int, ...]] = (),
+    ) -> "Recipe":
         stop_ids = dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids))
         penalized = (request.presence_penalty, request.frequency_penalty, request.repetition_penalty) != (0, 0, 1)
+        looks_back = penalized or any(len(ids) > 1 for ids in banned)
         sampling = Sampling(
             temperature=request.temperature,
             top_p=request.top_p,
@@ -87,9 +96,9 @@ class Recipe:
             top_k=request.top_k,
             logprobs=request.logprobs,
             score_width=request.score_width,
-            flags=Flag.NEEDS_HISTORY * penalized + Flag.ALLOW_ONLY * bool(request.allowed_token_ids),
+            flags=Flag.NEEDS_HISTORY * looks_back + Flag.ALLOW_ONLY * bool(request.allowed_token_ids),
         )
-        edits = pack_edits(_edits(request, stop_ids))
+        edits = pack_edits([*_edits(request, stop_ids), *_bans(request, banned)])
         stops = columns.i32(stop_ids)
         return cls(
             seed % 2**64,
@@ -116,6 +125,11 @@ def _edits(request: ValidRequest, stop_ids: Ids[int] | dict[int, None]) -> list[
     if request.min_tokens:
         edits += [Edit(token, -math.inf, request.min_tokens) for token in stop_ids if not allowed or token in allowed]
     return edits
+
+
+def _bans(request: ValidRequest, banned: Ids[tuple[int, ...]]) -> list[Edit]:
+    allowed = frozenset(request.allowed_token_ids)
+    return [edit for ids in banned if not allowed or ids[-1] in allowed for edit in conditional(ids, -math.inf)]
 
 
 @dataclass(slots=True, eq=False)

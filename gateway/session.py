@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 from types import TracebackType
 
+from gateway.bad_words import banned_sequences
 from gateway.chat_template import ChatTemplate
 from gateway.choice import Listener
 from gateway.errors import BadRequest, Unavailable
@@ -129,7 +130,8 @@ class Session:
             text = f"The prompts times n = {request.n} have {total} tokens, limit {self.limits.max_prompt_ids}"
             raise BadRequest(text, "n", "too_many_items")
         seed = random_seed() if request.seed is None else request.seed
-        recipe = Recipe.of(request, self.model.eos_ids, seed, arrived)
+        banned = banned_sequences(request, self.model.tokenizer, self.limits.vocab_size)
+        recipe = Recipe.of(request, self.model.eos_ids, seed, arrived, banned=banned)
         max_new = [self._room(request, len(prompt.ids)) for prompt in prompts]
         self._check_logprobs(request, prompts, max_new)
         return Prepared(request, prompts, max_new, recipe)

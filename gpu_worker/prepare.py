@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import Batch, Edits, IntArray, Needs
+from gpu_worker.conditions import Conditions
 from gpu_worker.slots import Slots, i32_table, upload
 from shared.messages import StepPlan
 from shared.sampling import Flag
@@ -119,12 +120,18 @@ def sampling_needs(slots: Slots, sampled: IntArray, positions: IntArray) -> Need
 
 def _edits(slots: Slots, sampled: IntArray, positions: IntArray, records: npt.NDArray[np.void]) -> Edits | None:
     """The edits that are active at these output indexes."""
-    rows, tokens, values = [], [], []
+    rows: list[LongArray] = []
+    tokens: list[LongArray] = []
+    values: list[npt.NDArray[np.float32]] = []
+    conditions = Conditions(slots, positions)
     for row, slot in enumerate(sampled.tolist()):
         edits = slots.host_edits.get(slot)
         if edits is None:
             continue
-        active = edits[edits["until"] > positions[row] - records["num_prompt"][row]]
+        index = int(positions[row] - records["num_prompt"][row])
+        active = edits[edits["until"] > index]
+        if slot in slots.conditional:
+            active = conditions.take(active, row, slot, index, first=sum(len(each) for each in rows))
         rows.append(np.full(len(active), row, np.int64))
         tokens.append(active["token"].astype(np.int64))
         values.append(active["value"])
@@ -135,6 +142,6 @@ def _edits(slots: Slots, sampled: IntArray, positions: IntArray, records: npt.ND
     return Edits(
         rows=upload(np.concatenate(rows or none), slots.device),
         tokens=upload(np.concatenate(tokens or none), slots.device),
-        values=upload(np.concatenate(values or [np.zeros(0, np.float32)]), slots.device),
+        values=conditions.applied(upload(np.concatenate(values or [np.zeros(0, np.float32)]), slots.device)),
         allow_only=upload(allow_only, slots.device),
     )

@@ -44,6 +44,7 @@ class Slots:
         self.host_page_table: IntArray = np.zeros((num_slots, max_pages), np.int32)
         self.host_records: npt.NDArray[np.void] = np.zeros(num_slots, RECORD_DTYPE)
         self.host_edits: dict[int, npt.NDArray[np.void]] = {}  # slot -> its edits, absent when it has none
+        self.conditional: set[int] = set()  # of them, those whose edits have conditions
         record_words = self.host_records.view(np.int32).reshape(num_slots, RECORD_WORDS)
         self.page_table = torch.from_numpy(self.host_page_table).to(device)  # i32[slots, max_pages], page ids
         self.records = torch.from_numpy(record_words).to(device)  # i32[slots, words of a Sampling record]
@@ -92,6 +93,7 @@ class Slots:
         self.host_page_table[:] = 0
         self.host_records[:] = np.zeros(1, RECORD_DTYPE)
         self.host_edits.clear()
+        self.conditional.clear()
         self.page_table.zero_()
         self.records.zero_()
         self.last_tokens.zero_()
@@ -108,16 +110,19 @@ class Slots:
             self.records[upload(slots.astype(np.int64), self.device)] = upload(records, self.device)
         for slot in slots.tolist():
             self.host_edits.pop(slot, None)
+            self.conditional.discard(slot)
 
     def _edit(self, counts: bytes, column: bytes) -> None:
         start = 0
         for slot, count in i32_table(counts, 2).tolist():
             edits = np.frombuffer(column, EDIT_DTYPE)[start : start + count]
             start += count
+            self.host_edits.pop(slot, None)
+            self.conditional.discard(slot)
             if count:
                 self.host_edits[slot] = edits
-            else:
-                self.host_edits.pop(slot, None)
+                if edits["token"].min() < 0:
+                    self.conditional.add(slot)
 
     def _remember(self, counts: bytes, column: bytes) -> None:
         start = 0

@@ -29,11 +29,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # alternatives per prompt token
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
 
     def body(self, *, chat: bool) -> dict[str, Any]:
         """Fields of a chat or completion request. Whatever is wrong is found where every request's body is checked."""
         body = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if body[name] is not None and not isinstance(body[name], str):
                 body[name] = list(body[name]) or None
         if self.logit_bias is not None:

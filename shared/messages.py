@@ -6,7 +6,7 @@ gateway, is unique within one gateway identity and never reused there.
 
 from typing import Annotated, NamedTuple, TypeAlias
 
-PROTOCOL = 1  # raised whenever a message changes shape; peers of another number are refused with both numbers
+PROTOCOL = 2  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
 
 I32 = Annotated[bytes, 4]  # column of int32
 I64 = Annotated[bytes, 8]  # column of int64

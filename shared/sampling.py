@@ -1,13 +1,14 @@
 """How one sequence is sampled: the fixed record that opens a slot, and the edits of its logits."""
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 FOREVER = 2**31 - 1  # Edit.until of an edit that never ends
 
 
 class Flag:
-    NEEDS_HISTORY = 1  # a penalty counts earlier tokens: the worker must hold this slot's whole token history
+    NEEDS_HISTORY = 1  # penalties or conditional edits look back: the worker must hold this slot's whole token history
     ALLOW_ONLY = 2  # only tokens named by an edit may be sampled
 
 
@@ -36,7 +37,11 @@ class Sampling(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """Add value (-inf: forbid) to the logit of token while the output index is below until."""
+    """Add value (-inf: forbid) to the logit of token while the output index is below until.
+
+    Edits of negative tokens are conditions of the next one that is not: -1 - id, in order, are the last output ids without
+    which it does nothing. Whoever sends conditions sets NEEDS_HISTORY.
+    """
 
     token: int
     value: float
@@ -67,6 +72,11 @@ _SAMPLING_FIELDS = [
 ]
 OPEN_FIELDS = [("slot", "<i4"), ("computed", "<i4"), *_SAMPLING_FIELDS]
 EDIT_FIELDS = [("token", "<i4"), ("value", "<f4"), ("until", "<i4")]
+
+
+def conditional(ids: Sequence[int], value: float) -> list[Edit]:
+    """An edit of the last of these ids where the output ends with all ids before it."""
+    return [*(Edit(-1 - each, 0.0) for each in ids[:-1]), Edit(ids[-1], value)]
 
 
 def pack_edits(edits: list[Edit]) -> bytes:

@@ -89,6 +89,16 @@ def test_choices_and_seeds(llm: LLM) -> None:
     assert texts == [answer.text for answer in second.outputs]
 
 
+def test_s07_bad_words_of_one_and_of_several_tokens(llm: LLM) -> None:
+    def say(*words: str) -> str:
+        (output,) = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24, bad_words=words))
+        return output.outputs[0].text
+
+    assert "Paris" not in say("Paris")
+    assert "of France" not in (said := say("of France")) and said.startswith("The capital of ")
+    assert say("capital of Spain", "of Franc", "the moon and the stars") == PARIS
+
+
 def test_stop_strings(llm: LLM) -> None:
     (output,) = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24, stop=" Par"))
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("The capital of France is", " Par")

@@ -85,6 +85,7 @@ def test_no_field_changes_nothing_and_says_nothing(api: str) -> None:
         "model": "toy", "messages": [*HI, *HI], "prompt": "y", "max_tokens": 7, "max_completion_tokens": 7, "min_tokens": 3,
         "n": 2, "seed": 5, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "presence_penalty": 0.5,
         "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logit_bias": {"5": 1}, "allowed_token_ids": [3], "stop": "x",
+        "bad_words": ["x"],
         "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
         "logprobs": True if api == "chat" else 2, "top_logprobs": 2, "prompt_logprobs": 2, "echo": True, "stream": True,
         "stream_options": {"include_usage": True}, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1},
