@@ -10,7 +10,7 @@ def main() -> int:
     config = parse_args("Quire's GPU worker: weights, KV pages and sampling of one device.")
     # Read by the OpenMP runtime when torch loads it. Threads that wait by spinning steal the cores they wait for as soon as
     # the gateway and the scheduler run beside them.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from gpu_worker import service  # only now: imports torch
 
     return service.main(config)
