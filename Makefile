@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # What is imported gets compiled then: compiling all of it now would take longer than the downloads.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: serve test lint format bench lock clean
+.PHONY: serve test test-compose lint format bench lock clean
 
 serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="org/name --port 9000"
 	$(BIN)/quire serve $(ARGS)
@@ -42,9 +42,13 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(PIP) --no-deps -e .
 	touch $@
 
+test-compose: $(INSTALLED)  ## the compose stack with real containers: needs docker
+	PYTHON=$(BIN)/python tests/compose/run.sh
+
 lock:  ## write the lock file from what is installed now
 	{ echo '# Exact versions of everything but torch and triton (see the Makefile). Made by: make lock'; \
 	  $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude quire; } > requirements.lock
+	$(BIN)/python docker/split_lock.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

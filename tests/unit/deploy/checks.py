@@ -14,7 +14,13 @@ PORT_NAME = re.compile(r"^(?=.{1,15}$)(?=.*[a-z])[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
 WORKLOADS = ("Deployment", "Job", "StatefulSet", "DaemonSet")
 # Secrets made by hand (k8s/README.md) and names of the cluster's own.
 BY_HAND = {"quire-keys-gateway", "quire-keys-scheduler", "quire-keys-worker"}
-LISTENS = {"gateway": {8000}, "scheduler": {5711, 5712, 9100}, "worker": {9100}, "fetch": set[int]()}
+LISTENS = {
+    "gateway": {8000},
+    "scheduler": {5711, 5712, 9100},
+    "worker": {9100},
+    "fetch": set[int](),
+    "deletion-cost": set[int](),
+}
 
 
 def load(text: str) -> list[Object]:
@@ -36,6 +42,8 @@ def named(objects: list[Object], kind: str, name: str) -> Object | None:
 
 
 def template(each: Object) -> Object | None:
+    if each["kind"] == "CronJob":
+        each = {"kind": "Job", "spec": each["spec"]["jobTemplate"]["spec"]}
     return each["spec"]["template"] if each["kind"] in WORKLOADS else None
 
 
@@ -175,7 +183,7 @@ def check_hardening(each: Object, objects: list[Object]) -> Iterator[str]:
         yield "may run as root"
     if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
         yield "has no seccomp profile"
-    if spec.get("automountServiceAccountToken") is not False:
+    if spec.get("automountServiceAccountToken") is not False and not named(objects, "Role", spec.get("serviceAccountName", "")):
         yield "gets a service account token"
     if spec.get("enableServiceLinks") is not False:
         yield "gets variables named after services: QUIRE_SCHEDULER_PORT would be refused as an unknown setting"

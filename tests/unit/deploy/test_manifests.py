@@ -1,6 +1,7 @@
 """The Kubernetes manifests: schema, cross-checks, and that every kind of mistake would be noticed."""
 
 import copy
+import os
 import re
 import shutil
 import subprocess
@@ -49,6 +50,20 @@ def test_schema(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_nothing_is_at_odds(overlay: str) -> None:
     assert checks.faults(objects(overlay)) == []
+
+
+def test_the_deletion_cost_option(tmp_path: Path) -> None:
+    base, component = (os.path.relpath(ROOT / "k8s" / part, tmp_path) for part in ("overlays/gpu", "components/deletion-cost"))
+    (tmp_path / "kustomization.yaml").write_text(f"namespace: quire\nresources: [{base}]\ncomponents: [{component}]\n")
+    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = checks.load(done.stdout)
+    for each in found:
+        if each["kind"] not in NO_SCHEMA:
+            kubernetes_validate.validate(each, "1.33", strict=True)
+    assert checks.faults(found) == []
+    binding = checks.named(found, "RoleBinding", "quire-deletion-cost")
+    assert binding and binding["subjects"][0]["namespace"] == "quire"
 
 
 def test_what_the_overlays_are_for() -> None:
