@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import pytest
 
+from quire import main
 from shared import keys, messages, wire
 from shared.codec import Codec
 from shared.config import BadConfig, from_sources
@@ -282,3 +283,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "k" / "scheduler.secret").write_text("broken")
     assert keys.main([str(tmp_path / "k")]) == 2
     assert "keys: error: the key file" in capsys.readouterr().err
+
+
+def test_the_quire_command_makes_them_too(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["keys", str(tmp_path / "k"), str(tmp_path / "split")])
+    assert ended.value.code == 0
+    assert keys.link_keys(str(tmp_path / "split" / "gateway"), keys.GATEWAY)
