@@ -88,6 +88,11 @@ ROWS: list[tuple[str, list[Panel]]] = [
         "What went wrong",
         [
             (
+                "Alerts that fire",
+                "none",
+                [('count by (alertname) (ALERTS{alertname=~"Quire.*", alertstate="firing"}) or vector(0)', "{{alertname}}")],
+            ),
+            (
                 "Preemptions, failovers, resubmitted streams",
                 "none",
                 [
@@ -165,18 +170,6 @@ def dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
         "templating": {"list": [{"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}]},
-        "annotations": {
-            "list": [
-                {
-                    "name": "Alerts",
-                    "enable": True,
-                    "iconColor": "red",
-                    "datasource": SOURCE,
-                    "expr": 'ALERTS{alertname=~"Quire.*", alertstate="firing"}',
-                    "titleFormat": "{{alertname}}",
-                }
-            ]
-        },
         "panels": panels,
     }
 
