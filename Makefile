@@ -17,6 +17,9 @@ serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="org/name 
 test: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile tests $(ARGS)
 
+chaos: $(INSTALLED)  ## roles killed and frozen at every token: the short tests of tests/chaos and the long ones
+	$(BIN)/pytest -n $(JOBS) -m "long or not long" tests/chaos $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -8,7 +8,11 @@ from shared import model_store
 from shared.config import Config
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" not in config.option.markexpr:  # as in: pytest -m "long or not long"
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: make chaos"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from shared.codec import Codec
 from shared.config import Config, add_flags, load
 from shared.messages import SCHEDULER_TO_WORKER, Drain, Fault, StepDone, StepPlan, WorkerAlive, WorkerHello, WorkerWelcome
 from shared.wire import Link
-from tests.sim.fake_worker import FakeWorker, sample
+from tests.sim.fake_worker import FakeWorker
 
 Script = Callable[[list[int], int], int]  # (prompt, output index) -> token
 
@@ -50,7 +51,7 @@ class ScriptedWorker(FakeWorker):
             known = self.known(slot)
             token = self._script(known[: sampling.num_prompt], position - sampling.num_prompt)
         elif token >= 0 and self._vocabulary:
-            token = abs(hash((sample(prefix, sampling.seed, position, (), 0), prefix))) % self._vocabulary
+            token = abs(hash((token, prefix, position))) % self._vocabulary
         self.lasts[slot] = token
         self.histories[slot][position] = token
         return token
@@ -81,6 +82,7 @@ class StubWorker:
         self._model = model
         self._trouble = trouble or Trouble()
         self.num_steps = 0
+        self._working = False
         self.welcomes: list[WorkerWelcome] = []
         self.lost: list[str] = []
         self.drained = asyncio.Event()
@@ -131,6 +133,11 @@ class StubWorker:
             work.cancel()
             alive.cancel()
 
+    @property
+    def num_left(self) -> int:
+        """Plans without a result."""
+        return self._plans.qsize() + self._working
+
     def drain(self, reason: str) -> None:
         self.link.send(Drain(reason))
 
@@ -142,14 +149,14 @@ class StubWorker:
     async def _work(self) -> None:
         while True:
             plan = await self._plans.get()
+            self._working = True
             incarnation = len(self.lost)
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
-            if incarnation != len(self.lost):
-                continue
-            result = self._execute(plan)
+            result = self._execute(plan) if incarnation == len(self.lost) else None
             if result is not None:
                 self.link.send(result)
+            self._working = False
 
     def _execute(self, plan: StepPlan) -> StepDone | Fault | None:
         trouble = self._trouble
@@ -200,7 +207,13 @@ async def _main(config: Config, parsed: argparse.Namespace) -> None:
         num_slots=config.max_num_seqs + 1,
         trouble=trouble,
     )
-    await worker.run()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, worker.drain, "signal SIGTERM")
+    run = asyncio.create_task(worker.run())
+    await asyncio.wait({run, asyncio.create_task(worker.drained.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    while worker.num_left and not run.done():  # noqa: ASYNC110  (plans sent before the scheduler heard of the drain)
+        await asyncio.sleep(0.01)
+    run.cancel()
 
 
 def main() -> None:

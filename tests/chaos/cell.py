@@ -1,0 +1,196 @@
+"""A whole cell to do harm to: a gateway on this loop, a scheduler process and stub worker processes that can be killed."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway import served_model
+from gateway.app import create_app
+from gateway.session import Session
+from quire.machine import free_ports
+from shared.config import Config
+from tests.integration.gateway_bench import Answer, parse_events
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 132  # of the stub's hashed tokens: the toy tokenizer's special tokens and the ASCII characters
+
+
+class Role:
+    """A child process and all lines it printed."""
+
+    def __init__(self, *arguments: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=ROOT,
+            env=environment | {"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[tuple[float, str]] = []  # (monotonic time, line)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._child.stderr is not None
+        for line in self._child.stderr:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    @property
+    def code(self) -> int | None:
+        return self._child.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._child.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._child.kill()
+        self._child.wait(10)
+        self._reader.join(5)
+        assert self._child.stderr is not None
+        self._child.stderr.close()
+
+    async def ended(self, timeout_s: float = 15.0) -> int:
+        return await asyncio.to_thread(self._child.wait, timeout_s)
+
+    def seen(self, pattern: str) -> float:
+        """When a line that matches was first printed; 0: never."""
+        return next((when for when, line in self.lines if re.search(pattern, line)), 0.0)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+class Cell:
+    """Roles by name: "scheduler" and the workers "r0", "r1", ..."""
+
+    def __init__(self, config: Config, session: Session, client: aiohttp.ClientSession, port: int) -> None:
+        self.config = config
+        self.session = session
+        self.client = client
+        self.port = port
+        self.roles: dict[str, Role] = {}
+        self.worker_flags: tuple[str, ...] = ()
+
+    def start(self, name: str) -> Role:
+        """A fresh process of this name, where none runs."""
+        config = self.config
+        links = [f"--gateway-link={config.gateway_link}", f"--worker-link={config.worker_link}"]
+        flags = [*links, f"--heartbeat-s={config.heartbeat_s}", f"--silence-s={config.silence_s}"]
+        if name == "scheduler":
+            flags += [f"--hash-key-file={config.hash_key_file}", f"--metrics-port={config.metrics_port}"]
+            flags += [f"--max-queued-requests={config.max_queued_requests}"]
+            self.roles[name] = Role("scheduler", *flags)
+        else:
+            flags += [
+                f"--name={name}",
+                f"--vocabulary={VOCABULARY}",
+                f"--max-num-batched-tokens={config.max_num_batched_tokens}",
+            ]
+            self.roles[name] = Role("tests.stub_worker", *flags, *self.worker_flags)
+        return self.roles[name]
+
+    async def kill(self, name: str) -> None:
+        await asyncio.to_thread(self.roles.pop(name).kill)
+
+    async def restart(self, name: str) -> None:
+        await self.kill(name)
+        self.start(name)
+
+    async def ready(self) -> None:
+        await self.session.wait_ready(30)
+
+    async def complete(self, body: dict[str, Any]) -> Answer:
+        """The answer to a completion, streamed or whole; AssertionError when it is an error."""
+        async with self.client.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            if body.get("stream"):
+                events = parse_events(await response.text())
+                assert events[-1] == "[DONE]" and not any("error" in event for event in events[:-1]), events[-2:]
+                return Answer(200, response.headers, events=events)
+            return Answer(200, response.headers, await response.json())
+
+    def num_tokens(self) -> int:
+        """Output tokens of everything that is under way."""
+        return sum(len(sequence.output) for sequence in self.session.service._live.values())
+
+    def fewest_tokens(self) -> int:
+        """Output tokens of whoever is least far."""
+        return min((len(sequence.output) for sequence in self.session.service._live.values()), default=0)
+
+    async def metrics(self) -> dict[str, float]:
+        """The scheduler's samples; labels in order: name{value,value}."""
+        async with self.client.get(f"http://127.0.0.1:{self.config.metrics_port}/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+            samples = [sample for family in families for sample in family.samples]
+        return {each.name + (f"{{{','.join(each.labels.values())}}}" if each.labels else ""): each.value for each in samples}
+
+    async def check_clean(self) -> dict[str, float]:
+        """Nothing runs: no page is held, nobody waits, the books are in order. Returns the scheduler's metrics."""
+        await until(lambda: not self.session.service.num_live and not self.session.runs)
+        for _ in range(100):
+            found = await self.metrics()
+            held = sum(value for name, value in found.items() if name.startswith("quire_pages{") and name.endswith("held}"))
+            if not held:
+                break
+            await asyncio.sleep(0.05)
+        assert held == 0
+        assert not any(value for name, value in found.items() if name.startswith("quire_queued_sequences"))
+        for name in ("audit_violations", "internal_errors", "placement_false_credit_tokens"):
+            assert found[f"quire_{name}_total"] == 0, name
+        return found
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, *worker_flags: str, workers: int = 1, **settings: Any) -> AsyncIterator[Cell]:
+    """A cell that is ready. Afterwards it must still answer, and hold nothing."""
+    gateways, hub, metrics = free_ports(3)
+    own: dict[str, Any] = {
+        "model": str(folder),
+        "port": 0,
+        "gateway_link": f"tcp://127.0.0.1:{gateways}",
+        "worker_link": f"tcp://127.0.0.1:{hub}",
+        "metrics_port": metrics,
+        "hash_key_file": str(folder / "hash.key"),
+        "heartbeat_s": 0.1,
+        "silence_s": 1.0,
+        "max_num_batched_tokens": 256,
+    }
+    config = Config(**(own | settings))
+    async with Session(config, served_model.load(folder, "toy", "stub")) as session:
+        runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, config.host, config.port).start()
+        port = runner.addresses[0][1]
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+            cell = Cell(config, session, client, port)
+            cell.worker_flags = worker_flags
+            try:
+                for name in ("scheduler", *(f"r{number}" for number in range(workers))):
+                    cell.start(name)
+                await cell.ready()
+                yield cell
+                await cell.check_clean()
+            finally:
+                for name in list(cell.roles):
+                    await cell.kill(name)
+                await runner.cleanup()
