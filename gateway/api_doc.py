@@ -34,6 +34,13 @@ or *refused*: then 400 names it, unless its value asks for nothing. Fields that 
 - **Empty prompts** are 400; a prompt that encodes to no token starts from the model's BOS token, or is 400 if it has none.
 - **Defaults** of temperature, top_p, top_k, min_p and repetition_penalty are those of the model's generation_config.json.
 
+## Keys
+With `--api-key-file` every route but `/health` and `/ready` wants `Authorization: Bearer KEY` (401). `gateway/api_keys.py`
+shows the file and makes keys; it holds hashes only. A tenant may be limited in requests and tokens per minute and in requests under
+way: 429 with `Retry-After` and `x-ratelimit-*`. Prompt tokens count when they are submitted, generated ones at the end of the
+answer. Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens `/health`,
+`/ready` and `/metrics` on loopback, without a key.
+
 ## Headers
 `X-Request-Id` of an answer is unique; a client's `X-Client-Request-Id` or `X-Request-Id` comes back as `X-Client-Request-Id`.
 `X-Request-Timeout: 30` is a deadline in seconds: 504 when it passes. 429 and 503 carry `Retry-After`.

@@ -10,9 +10,10 @@ import time
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from gateway import tls
+from gateway import api_keys, tls
+from gateway.api_keys import ANYBODY, Tenant
 from gateway.errors import ApiError
-from gateway.handlers import CONFIG, ROUTES, SESSION, json_response
+from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, ROUTES, SESSION, TENANT, json_response
 from gateway.served_model import ServedModel
 from gateway.session import Session
 from shared.config import Config
@@ -20,6 +21,7 @@ from shared.config import Config
 log = logging.getLogger("quire.gateway")
 
 REQUEST_ID = web.RequestKey("request_id", str)
+OPEN = ("/health", "/ready")  # answered without a key
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by whoever watches: no news
 CLIENT_ID_CHARS = 128  # of a client's own request id, which is echoed
 
@@ -29,6 +31,8 @@ def create_app(session: Session, config: Config) -> web.Application:
     app = web.Application(middlewares=[frame], client_max_size=config.max_body_bytes)
     app[CONFIG] = config
     app[SESSION] = session
+    if (keys := api_keys.load(config.api_key_file)) is not None:
+        app[KEYS] = keys
     app.add_routes(ROUTES)
     app.on_response_prepare.append(_add_headers)
     gauge = session.metrics.gauge
@@ -37,6 +41,24 @@ def create_app(session: Session, config: Config) -> web.Application:
     gauge("connected", "1 while the scheduler is reachable", lambda: float(session.service.welcome is not None))
     gauge("resubmitted_sequences", "Sequences continued after a loss, since start", lambda: session.service.num_resubmitted)
     return app
+
+
+def create_admin_app(session: Session, config: Config) -> web.Application:
+    """What watches this process asks here: no keys, and no way to generate."""
+    app = web.Application(middlewares=[frame])
+    app[CONFIG] = config
+    app[SESSION] = session
+    app.add_routes(ADMIN_ROUTES)
+    return app
+
+
+def identify(request: web.Request) -> Tenant:
+    """Whose request it is. With keys, every path needs one, known or not, except where it leads to an open route."""
+    keys = request.app.get(KEYS)
+    resource = request.match_info.route.resource
+    if keys is None or (resource is not None and resource.canonical in OPEN):
+        return ANYBODY
+    return keys.tenant(request.headers.get("Authorization", ""))
 
 
 @web.middleware
@@ -60,6 +82,7 @@ async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        request[TENANT] = identify(request)
         return await handler(request)
     except ApiError as error:
         return error_response(error)
@@ -83,12 +106,16 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def error_response(error: ApiError) -> web.Response:
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s > 0 else None
+    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s > 0 else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response(error.body(), error.status, headers)
 
 
 async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    if isinstance(request, web.Request) and (tenant := request.get(TENANT)) is not None:
+        response.headers.update(tenant.headers(time.monotonic()))
     theirs = request.headers.get("X-Client-Request-Id") or request.headers.get("X-Request-Id")
     if theirs and theirs.isascii() and theirs.isprintable():
         response.headers["X-Client-Request-Id"] = theirs[:CLIENT_ID_CHARS]
@@ -101,10 +128,14 @@ async def serve(config: Config, model: ServedModel) -> None:
         # Cancelled handlers are how a client that left ends its sequences.
         runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
         await runner.setup()
+        admin = web.AppRunner(create_admin_app(session, config), access_log=None)
+        await admin.setup()
         keeper = asyncio.create_task(tls.keep_fresh(certificate, config)) if certificate else None
         try:
             site = web.TCPSite(runner, config.host, config.port, ssl_context=certificate)
             await site.start()
+            if config.admin_port:
+                await web.TCPSite(admin, "127.0.0.1", config.admin_port).start()
             port = runner.addresses[0][1]
             url = f"http{'s' if certificate else ''}://{config.host}:{port}"
             log.info("listening", extra={"url": url, "model": model.name})
@@ -114,6 +145,7 @@ async def serve(config: Config, model: ServedModel) -> None:
         finally:
             if keeper is not None:
                 keeper.cancel()
+            await admin.cleanup()
             await runner.cleanup()
 
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from gateway import json_body, openai
+from gateway.api_keys import KeyRing, Tenant
 from gateway.errors import ApiError, BadRequest
 from gateway.limits import Limits
 from gateway.replies import Reply, dump
@@ -25,6 +26,8 @@ MAX_DEADLINE_S = 7 * 24 * 3600.0
 BODY_S = 60.0  # seconds a client may take to send its body
 CONFIG = web.AppKey("config", Config)
 SESSION = web.AppKey("session", Session)
+KEYS = web.AppKey("keys", KeyRing)
+TENANT = web.RequestKey("tenant", Tenant)
 STARTED = int(time.time())
 
 
@@ -79,14 +82,20 @@ def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefi
         valid = parse(await read_body(request), session.limits)
         if (deadline_s := read_deadline(request)) > 0:
             valid = replace(valid, deadline_s=deadline_s)
-        prepared = await session.prepare(valid)
-        request_id = f"{prefix}-{secrets.token_hex(12)}"
-        reply = Reply(valid, session.model.tokenizer, session.model.name, request_id, int(time.time()))
-        if valid.stream:
-            return await stream(request, prepared, reply)
-        async with session.open(prepared) as run:
-            await run.wait()
-        return json_response(reply.whole(run))
+        tenant = request[TENANT]
+        with tenant.request(time.monotonic()):
+            prepared = await session.prepare(valid, tenant.name, tenant.salt)
+            tenant.take_prompt(sum(len(prompt.ids) for prompt in prepared.prompts), time.monotonic())
+            request_id = f"{prefix}-{secrets.token_hex(12)}"
+            reply = Reply(valid, session.model.tokenizer, session.model.name, request_id, int(time.time()))
+            if valid.stream:
+                return await stream(request, prepared, reply)
+            async with session.open(prepared) as run:
+                try:
+                    await run.wait()
+                finally:
+                    tenant.tokens.spend(run.usage.completion_tokens, time.monotonic())
+            return json_response(reply.whole(run))
 
     return handle
 
@@ -112,6 +121,8 @@ async def stream(request: web.Request, prepared: Prepared, reply: Reply) -> web.
         return response
     finally:
         writer.stop()
+        if listener.run is not None:
+            request[TENANT].tokens.spend(listener.run.usage.completion_tokens, time.monotonic())
         if writer.dropped:
             session.metrics.slow_readers += 1
 
@@ -187,3 +198,4 @@ ROUTES = (
     web.get("/metrics", metrics),
     web.get("/version", version),
 )
+ADMIN_ROUTES = tuple(route for route in ROUTES if route.path in ("/health", "/ready", "/metrics"))

@@ -70,6 +70,7 @@ class Recipe:
     min_new: int
     priority: int
     tenant: str
+    salt: str  # of the page hashes
     arrived: float  # loop time
     deadline_s: float
 
@@ -81,6 +82,7 @@ class Recipe:
         seed: int,
         arrived: float,
         tenant: str = "",
+        salt: str = "",
         banned: Ids[tuple[int, ...]] = (),
     ) -> "Recipe":
         stop_ids = dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids))
@@ -109,6 +111,7 @@ class Recipe:
             request.min_tokens,
             request.priority,
             tenant,
+            salt,
             arrived,
             request.deadline_s,
         )
@@ -148,7 +151,7 @@ class Sequence:
 
     def submit(self, welcome: GatewayWelcome, now: float) -> Submit:
         recipe, prompt = self.recipe, self.prompt
-        root = pages.root_hash(welcome.hash_key, recipe.tenant)
+        root = pages.root_hash(welcome.hash_key, recipe.salt)
         hashes = prompt.hashes(welcome, root)
         tokens = prompt.column
         if self.output:

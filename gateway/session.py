@@ -119,19 +119,19 @@ class Session:
 
     # --- requests
 
-    async def prepare(self, request: ValidRequest) -> Prepared:
-        """Turn a request into token ids and check their lengths; BadRequest or Unavailable."""
+    async def prepare(self, request: ValidRequest, tenant: str = "", salt: str = "") -> Prepared:
+        """Turn a request into token ids and check their lengths; BadRequest or Unavailable. salt: of the prefix cache."""
         self.check_available()
         arrived = self._loop.time()
         sources = await self._sources(request)
-        prompts = [await self._prompt(request, source, alone=len(sources) == 1) for source in sources]
+        prompts = [await self._prompt(request, source, salt, alone=len(sources) == 1) for source in sources]
         total = sum(len(prompt.ids) for prompt in prompts) * request.n
         if total > self.limits.max_prompt_ids:
             text = f"The prompts times n = {request.n} have {total} tokens, limit {self.limits.max_prompt_ids}"
             raise BadRequest(text, "n", "too_many_items")
         seed = random_seed() if request.seed is None else request.seed
         banned = banned_sequences(request, self.model.tokenizer, self.limits.vocab_size)
-        recipe = Recipe.of(request, self.model.eos_ids, seed, arrived, banned=banned)
+        recipe = Recipe.of(request, self.model.eos_ids, seed, arrived, tenant, salt, banned)
         max_new = [self._room(request, len(prompt.ids)) for prompt in prompts]
         self._check_logprobs(request, prompts, max_new)
         return Prepared(request, prompts, max_new, recipe)
@@ -174,7 +174,7 @@ class Session:
             raise BadRequest("The prompt is empty, and this model has no token to begin with", field, "empty_prompt")
         return [tokenizer.bos_id]
 
-    async def _prompt(self, request: ValidRequest, source: str | list[int], *, alone: bool) -> Prompt:
+    async def _prompt(self, request: ValidRequest, source: str | list[int], salt: str, *, alone: bool) -> Prompt:
         ids = await self.encode(request, source, alone)
         text = source if isinstance(source, str) else None
         keep = request.truncate_prompt_tokens
@@ -185,7 +185,7 @@ class Session:
         prompt = Prompt(ids, text)
         welcome = self.service.welcome
         if len(ids) > HASH_INLINE_IDS and welcome is not None:
-            await asyncio.to_thread(prompt.hashes, welcome, pages.root_hash(welcome.hash_key, ""))
+            await asyncio.to_thread(prompt.hashes, welcome, pages.root_hash(welcome.hash_key, salt))
         return prompt
 
     def _room(self, request: ValidRequest, num_prompt: int) -> int:

@@ -53,6 +53,8 @@ class Config:
     port: int = _setting(8000, "port the gateway listens on; 0: any free one")
     tls_cert: str = _setting("", "file with the gateway's certificate chain (PEM); empty: plain HTTP")
     tls_key: str = _setting("", "file with the private key of tls_cert (PEM)")
+    api_key_file: str = _setting("", "file of tenants and hashed API keys (gateway/api_keys.py); empty: no key is asked for")
+    admin_port: int = _setting(0, "port on loopback for the gateway's /health, /ready and /metrics without a key; 0: none")
     max_body_bytes: int = _setting(16 * 2**20, "bytes of one request body")
     template_timeout_s: float = _setting(2.0, "seconds one chat template may take")
     sse_comment_s: float = _setting(10.0, "seconds between comment lines on a stream that has nothing to say")
@@ -109,7 +111,7 @@ def _check(config: Config) -> Config:
             _fail(name, getattr(config, name), "must be a positive number of seconds")
     if not 0 <= config.max_wait_s < 1e6:
         _fail("max_wait_s", config.max_wait_s, "must be a number of seconds, 0 or more")
-    for name in ("port", "metrics_port"):
+    for name in ("port", "metrics_port", "admin_port"):
         if not 0 <= getattr(config, name) <= 65535:
             _fail(name, getattr(config, name), "must be between 0 and 65535")
     for name in ("gateway_link", "worker_link"):
