@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared import keys
 from shared.codec import Codec
 from shared.config import Config, add_flags, load
 from shared.messages import SCHEDULER_TO_WORKER, Drain, Fault, StepDone, StepPlan, WorkerAlive, WorkerHello, WorkerWelcome
@@ -99,8 +100,8 @@ class StubWorker:
         )
         codec = Codec(SCHEDULER_TO_WORKER)
         beat_s, silence_s = config.heartbeat_s, config.silence_s
-        name = f"w/{self.device.replica}/0"
-        self.link = Link(config.worker_link, name, codec, self, heartbeat_s=beat_s, silence_s=silence_s)
+        name, key = f"w/{self.device.replica}/0", keys.link_keys(config.curve_dir, keys.WORKER)
+        self.link = Link(config.worker_link, name, codec, self, heartbeat_s=beat_s, silence_s=silence_s, keys=key)
 
     # --- LinkHandler ------------------------------------------------------------------------------------------------------
 

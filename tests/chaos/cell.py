@@ -31,10 +31,10 @@ VOCABULARY = 132  # of the stub's hashed tokens: the toy tokenizer's special tok
 class Role:
     """A child process and all lines it printed."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [*prefix, sys.executable, "-m", *arguments],
             cwd=ROOT,
             env=environment | {"PYTHONUNBUFFERED": "1"},
             stdout=subprocess.DEVNULL,
@@ -90,12 +90,18 @@ class Cell:
         self.port = port
         self.roles: dict[str, Role] = {}
         self.worker_flags: tuple[str, ...] = ()
+        self.prefixes: dict[str, tuple[str, ...]] = {}  # words before the command of a role
 
     def start(self, name: str) -> Role:
         """A fresh process of this name, where none runs."""
         config = self.config
         links = [f"--gateway-link={config.gateway_link}", f"--worker-link={config.worker_link}"]
-        flags = [*links, f"--heartbeat-s={config.heartbeat_s}", f"--silence-s={config.silence_s}"]
+        flags = [
+            *links,
+            f"--heartbeat-s={config.heartbeat_s}",
+            f"--silence-s={config.silence_s}",
+            f"--curve-dir={config.curve_dir}",
+        ]
         if name == "scheduler":
             flags += [f"--hash-key-file={config.hash_key_file}", f"--metrics-port={config.metrics_port}"]
             flags += [f"--max-queued-requests={config.max_queued_requests}"]
@@ -106,7 +112,7 @@ class Cell:
                 f"--vocabulary={VOCABULARY}",
                 f"--max-num-batched-tokens={config.max_num_batched_tokens}",
             ]
-            self.roles[name] = Role("tests.stub_worker", *flags, *self.worker_flags)
+            self.roles[name] = Role("tests.stub_worker", *flags, *self.worker_flags, prefix=self.prefixes.get(name, ()))
         return self.roles[name]
 
     async def kill(self, name: str) -> None:
@@ -161,7 +167,9 @@ class Cell:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *worker_flags: str, workers: int = 1, **settings: Any) -> AsyncIterator[Cell]:
+async def running(
+    folder: Path, *worker_flags: str, workers: int = 1, prefixes: dict[str, tuple[str, ...]] | None = None, **settings: Any
+) -> AsyncIterator[Cell]:
     """A cell that is ready. Afterwards it must still answer, and hold nothing."""
     gateways, hub, metrics = free_ports(3)
     own: dict[str, Any] = {
@@ -183,7 +191,7 @@ async def running(folder: Path, *worker_flags: str, workers: int = 1, **settings
         port = runner.addresses[0][1]
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
             cell = Cell(config, session, client, port)
-            cell.worker_flags = worker_flags
+            cell.worker_flags, cell.prefixes = worker_flags, prefixes or {}
             try:
                 for name in ("scheduler", *(f"r{number}" for number in range(workers))):
                     cell.start(name)
