@@ -53,7 +53,7 @@ def waited(base: str, wanted: bool, alert: str, limit_s: str) -> bool:
 
 
 def picture(base: str) -> None:
-    """The last quarter of an hour as JSON: name -> [(seconds, value)]."""
+    """The last minutes as JSON: name -> [(seconds, value)]."""
     now = time.time()
     drawn = {}
     for name, expression in SHOWN.items():
