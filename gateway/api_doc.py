@@ -14,7 +14,7 @@ or *refused*: then 400 names it, unless its value asks for nothing. Fields that 
 ## Routes
 `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`, `GET /v1/models/{id}`, `POST /tokenize`,
 `POST /detokenize`, `GET /health` (this process lives), `GET /ready` (requests can be computed; 503 with the reason if not),
-`GET /metrics` (Prometheus), `GET /version`.
+`GET /metrics` (Prometheus), `GET /version`, `GET /openapi.json`, `GET /docs`. `POST /v1/embeddings` is refused: 400.
 
 ## Rules
 - **Errors** are `{"error": {"message", "type", "param", "code"}}` on every route. What is wrong with a request is answered
@@ -36,10 +36,10 @@ or *refused*: then 400 names it, unless its value asks for nothing. Fields that 
 
 ## Keys
 With `--api-key-file` every route but `/health` and `/ready` wants `Authorization: Bearer KEY` (401). `gateway/api_keys.py`
-shows the file and makes keys; it holds hashes only. A tenant may be limited in requests and tokens per minute and in requests under
-way: 429 with `Retry-After` and `x-ratelimit-*`. Prompt tokens count when they are submitted, generated ones at the end of the
-answer. Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens `/health`,
-`/ready` and `/metrics` on loopback, without a key.
+shows the file and makes keys; it holds hashes only. A tenant may be limited in requests and tokens per minute and in requests
+under way: 429 with `Retry-After` and `x-ratelimit-*`. Prompt tokens count when they are submitted, generated ones at the end
+of the answer. Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens
+`/health`, `/ready` and `/metrics` on loopback, without a key.
 
 ## Headers
 `X-Request-Id` of an answer is unique; a client's `X-Client-Request-Id` or `X-Request-Id` comes back as `X-Client-Request-Id`.

@@ -11,6 +11,23 @@ Check = Callable[[Any, str, Limits], Any]
 NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", list: "an array", dict: "an object"}
 
 
+_SHAPES: dict[Check, dict[str, Any]] = {}  # JSON schemas, where a number's bound may name a limit
+
+
+def _shaped(check: Check, **schema: Any) -> Check:
+    _SHAPES[check] = schema
+    return check
+
+
+def shape(check: Check, limits: Limits) -> dict[str, Any]:
+    """JSON schema of what a check admits (or more: it is the check that decides)."""
+    found = {**_SHAPES.get(check, {})}
+    offset = found.pop("offset", 0)
+    if isinstance(found.get("maximum"), str):
+        found["maximum"] = int(_bound(found["maximum"], limits)) + offset
+    return found
+
+
 def shown(value: object) -> str:
     """A value as error texts print it: short whatever it is."""
     if value is None:
@@ -45,7 +62,7 @@ def integer(low: int, high: int | str, *, high_offset: int = 0) -> Check:
             raise BadRequest(f"{path} must be between {low} and {top}, got {shown(value)}", path, "out_of_range")
         return value
 
-    return check
+    return _shaped(check, type="integer", minimum=low, maximum=high, offset=high_offset)
 
 
 def number(low: float, high: float, *, above: bool = False) -> Check:
@@ -59,7 +76,7 @@ def number(low: float, high: float, *, above: bool = False) -> Check:
             raise BadRequest(f"{path} must be {span}, got {shown(value)}", path, "out_of_range")
         return float(value)
 
-    return check
+    return _shaped(check, type="number", maximum=high, **{"exclusiveMinimum" if above else "minimum": low})
 
 
 def boolean(value: Any, path: str, limits: Limits) -> bool:
@@ -85,7 +102,7 @@ def one_of(*values: object) -> Check:
             raise BadRequest(f"{path} must be one of {', '.join(map(shown, values))}; got {shown(value)}", path)
         return value
 
-    return check
+    return _shaped(check, enum=[None, *values])
 
 
 def sized(value: Any, path: str, limit: int, what: str) -> Any:
@@ -216,3 +233,15 @@ def _one_prompt(item: Any, path: str, kind: type, limits: Limits) -> str | list[
     if not item:
         raise BadRequest(f"{path} must not be empty", path, "empty_prompt")
     return token_ids(item, path, limits)
+
+
+_IDS = {"type": "integer", "minimum": 0}
+_shaped(boolean, type="boolean")
+_shaped(short_string, type="string")
+_shaped(stop_strings, type=["string", "array"], items={"type": "string", "minLength": 1})
+_shaped(bad_words, type="array", items={"type": "string", "minLength": 1})
+_shaped(logit_bias, type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100})
+_shaped(allowed_ids, type="array", items=_IDS, minItems=1)
+_shaped(stop_ids, type="array", items=_IDS)
+_shaped(stream_options, type="object")
+_shaped(prompt, type=["string", "array"])

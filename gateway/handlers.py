@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from gateway import json_body, openai
+from gateway import json_body, openai, openapi
 from gateway.api_keys import KeyRing, Tenant
 from gateway.errors import ApiError, BadRequest
 from gateway.limits import Limits
@@ -178,6 +178,20 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
+async def embeddings(request: web.Request) -> web.Response:
+    await read_body(request)
+    name = request.app[SESSION].model.name
+    raise BadRequest(f"{name} generates text and makes no embeddings", "model", "unsupported_model")
+
+
+async def description(request: web.Request) -> web.Response:
+    return json_response(openapi.document(request.app[SESSION].limits))
+
+
+async def documentation(request: web.Request) -> web.Response:
+    return web.Response(text=openapi.page(), content_type="text/html")
+
+
 async def version(request: web.Request) -> web.Response:
     try:
         number = importlib.metadata.version("quire")
@@ -197,5 +211,8 @@ ROUTES = (
     web.get("/ready", ready),
     web.get("/metrics", metrics),
     web.get("/version", version),
+    web.post("/v1/embeddings", embeddings),
+    web.get("/openapi.json", description),
+    web.get("/docs", documentation),
 )
 ADMIN_ROUTES = tuple(route for route in ROUTES if route.path in ("/health", "/ready", "/metrics"))
