@@ -2,16 +2,18 @@
 
 import argparse
 import sys
+from importlib import import_module
 
-from quire import bench, chat, keys, quantize, serve, version
+COMMANDS = ("serve", "chat", "bench", "quantize", "keys", "version")  # each is a module with add_command
 
 
 def main(argv: list[str] | None = None) -> None:
+    words = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="quire", description="Quire serves large language models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, chat, bench, quantize, keys, version):
-        module.add_command(commands)
-    parsed = parser.parse_args(argv)
+    for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:  # what is not asked for need not be loaded
+        import_module(f"quire.{name}").add_command(commands)
+    parsed = parser.parse_args(words)
     sys.exit(parsed.run(parsed))
 
 

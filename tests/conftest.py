@@ -1,11 +1,16 @@
 """What all tests share: the embedded model's folder, and GPU tests skipped where there is no GPU."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from quire import machine
 from shared import model_store
 from shared.config import Config
+
+if not machine.gpu_ids():  # before any test module defines a kernel
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

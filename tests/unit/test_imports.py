@@ -111,5 +111,11 @@ def test_a_role_without_a_gpu_never_loads_torch(role: str) -> None:
     assert not loaded & {"torch", "triton", "transformers", "quire", *(set(ROLES) - {role})}
 
 
-def test_the_command_starts_without_heavy_imports() -> None:
-    assert not modules_after("import quire.main") & {"torch", "triton", "transformers", "aiohttp", "zmq", "pydantic", "numpy"}
+@pytest.mark.parametrize("command", ["serve", "chat", "version"])
+def test_a_command_starts_without_heavy_imports(command: str) -> None:
+    statement = (
+        f"import quire.main, contextlib\nwith contextlib.suppress(SystemExit):\n    quire.main.main(['{command}', '--help'])"
+    )
+    loaded = modules_after(statement)
+    assert "quire" in loaded
+    assert not loaded & {"torch", "triton", "transformers", "aiohttp", "zmq", "pydantic", "numpy"}
