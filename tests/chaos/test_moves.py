@@ -155,3 +155,26 @@ async def test_overload_is_told_and_keeps_the_device_full(toy_folder: Path) -> N
         rows = under_load["quire_generated_tokens_total"] / under_load["quire_steps_total"]
         print(f"{statuses.count(200)} answered, {statuses.count(429)} refused, {rows:.2f} of 8 rows busy")
         assert rows > 0.85 * 8
+
+
+async def test_a_prompt_after_pressure_is_answered_as_before(toy_folder: Path) -> None:
+    """B49: the pool overflows again and again, some clients leave: the same prompt has the same answer every time."""
+    async with running(toy_folder, "--num-pages=65") as cell:
+        body = {"prompt": [20 + number % 90 for number in range(200)], "max_tokens": 40, "seed": 1, "return_token_ids": True}
+        expected, cached = essence(await cell.complete(body)), set()
+        for turn in range(8):
+            others = [
+                asyncio.create_task(
+                    cell.complete({"prompt": [30 + number, turn + 20] * 100, "max_tokens": 100, "seed": number})
+                )
+                for number in range(12)
+            ]
+            again = asyncio.create_task(cell.complete(body))
+            await until(lambda: cell.num_tokens() > 60)
+            for other in others[turn % 3 :: 3]:
+                other.cancel()
+            answer = await again
+            assert essence(answer) == expected, turn
+            cached.add(answer.usage["prompt_tokens_details"]["cached_tokens"])
+            await asyncio.gather(*others, return_exceptions=True)
+        assert min(cached) < 192, "its pages were never taken by others"
