@@ -84,6 +84,7 @@ class StubWorker:
         self._trouble = trouble or Trouble()
         self.num_steps = 0
         self._working = False
+        self._draining = False
         self.welcomes: list[WorkerWelcome] = []
         self.lost: list[str] = []
         self.drained = asyncio.Event()
@@ -119,6 +120,8 @@ class StubWorker:
 
     def on_lost(self, reason: str, fatal: bool) -> None:
         self.lost.append(reason)
+        if self._draining:
+            self.drained.set()
         while not self._plans.empty():  # nothing of the old incarnation is wanted any more
             self._plans.get_nowait()
 
@@ -140,7 +143,9 @@ class StubWorker:
         return self._plans.qsize() + self._working
 
     def drain(self, reason: str) -> None:
-        self.link.send(Drain(reason))
+        self._draining = True
+        if not self.link.send(Drain(reason)):
+            self.drained.set()
 
     async def _alive(self) -> None:
         while True:

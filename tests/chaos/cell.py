@@ -139,6 +139,10 @@ class Cell:
         """Output tokens of everything that is under way."""
         return sum(len(sequence.output) for sequence in self.session.service._live.values())
 
+    def most_tokens(self) -> int:
+        """Output tokens of whoever is furthest."""
+        return max((len(sequence.output) for sequence in self.session.service._live.values()), default=0)
+
     def fewest_tokens(self) -> int:
         """Output tokens of whoever is least far."""
         return min((len(sequence.output) for sequence in self.session.service._live.values()), default=0)

@@ -30,14 +30,17 @@ async def freeze(cell: Cell, role: str) -> None:
 
 
 async def disturbed(cell: Cell, asked: dict[str, dict[str, Any]], role: str, harm: Harm, position: int) -> dict[str, Any]:
-    """The answers to all requests at once, with harm done when every one of them has so many tokens."""
-    await cell.ready()
-    asking = asyncio.create_task(ask_all(cell, asked))
+    """The answers to all requests at once, with harm done when the first of them has so many tokens."""
     service = cell.session.service
-    await until(lambda: asking.done() or (service.num_live >= len(asked) and cell.fewest_tokens() >= position))
-    assert not asking.done(), f"over before token {position}"
-    await harm(cell, role)
-    return await asking
+    for _ in range(5):  # on a busy machine a step may pass unseen
+        await cell.ready()
+        asking = asyncio.create_task(ask_all(cell, asked))
+        await until(lambda: asking.done() or (service.num_live >= len(asked) and cell.most_tokens() >= position))  # noqa: B023
+        if not asking.done():
+            await harm(cell, role)
+            return await asking
+        await asking
+    raise AssertionError(f"always over before token {position}")
 
 
 async def check(folder: Path, role: str, harm: Harm, positions: tuple[int, ...]) -> None:
