@@ -4,7 +4,8 @@ import asyncio
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,17 +75,29 @@ def body_too_large(limit: int, size: str) -> ApiError:
     return ApiError(413, f"The body has {size} bytes, limit {limit}", code="body_too_large")
 
 
+@contextmanager
+def early_leavers(session: Session) -> Iterator[None]:
+    """Count a client that leaves before its request runs; later ones are counted by the run."""
+    try:
+        yield
+    except (asyncio.CancelledError, ConnectionResetError):
+        session.metrics.aborted += 1
+        raise
+
+
 def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefix: str) -> Handler:
     """The handler of one generation API."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request.app[SESSION]
-        valid = parse(await read_body(request), session.limits)
+        with early_leavers(session):
+            valid = parse(await read_body(request), session.limits)
         if (deadline_s := read_deadline(request)) > 0:
             valid = replace(valid, deadline_s=deadline_s)
         tenant = request[TENANT]
         with tenant.request(time.monotonic()):
-            prepared = await session.prepare(valid, tenant.name, tenant.salt)
+            with early_leavers(session):
+                prepared = await session.prepare(valid, tenant.name, tenant.salt)
             tenant.take_prompt(sum(len(prompt.ids) for prompt in prepared.prompts), time.monotonic())
             request_id = f"{prefix}-{secrets.token_hex(12)}"
             reply = Reply(valid, session.model.tokenizer, session.model.name, request_id, int(time.time()))

@@ -67,6 +67,8 @@ def decode(raw: bytes, max_depth: int) -> dict[str, Any]:
     except RecursionError:
         raise BadRequest(f"The body nests deeper than {max_depth} levels", code="nesting_too_deep") from None
     except ValueError as error:
+        if "integer string conversion" in str(error):
+            raise BadRequest("The body holds an integer of more digits than any field takes", code="invalid_json") from None
         raise BadRequest(
             f"The body is not valid JSON: {error}".encode(errors="replace").decode(), code="invalid_json"
         ) from None

@@ -116,7 +116,7 @@ class Run:
             metrics.end_to_end.observe(max(choice.last_at for choice in self.choices) - self._recipe.arrived)
 
     def choice_ended(self, choice: Choice) -> None:
-        self._session.service.drop(choice.sequence)
+        self._session.service.drop(choice.sequence, stopped=choice.finish_reason == "stop")
         self._session.metrics.finished[choice.finish_reason] += 1
         self._num_open -= 1
         if not self._num_open:

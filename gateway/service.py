@@ -21,6 +21,7 @@ from shared.config import Config
 from shared.messages import (
     PROTOCOL,
     SCHEDULER_TO_GATEWAY,
+    STOPPED,
     Abort,
     Drain,
     GatewayHello,
@@ -61,6 +62,7 @@ class Service:
         self._live: dict[int, Sequence] = {}  # by the id the scheduler knows
         self._next_id = 1
         self._to_abort: list[int] = []
+        self._stopped: list[int] = []  # ended at a stop string since then
         self._link: Link | None = None
         self._welcome: GatewayWelcome | None = None
         self._status: Status | None = None
@@ -111,19 +113,25 @@ class Service:
         if self._welcome is not None and self._link is not None:
             self._link.send(sequence.submit(self._welcome, self._loop.time()))
 
-    def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence; if it is still computed, say so. Nothing is called for it any more."""
+    def drop(self, sequence: Sequence, *, stopped: bool = False) -> None:
+        """Forget a sequence; if it is still computed, say so. Nothing is called for it any more. stopped: its text has ended
+        at a stop string, so its answer is whole."""
         if self._live.pop(sequence.id, None) is None:
             return
-        if not self._to_abort:
+        if not self._to_abort and not self._stopped:
             self._loop.call_soon(self._flush_aborts)
-        self._to_abort.append(sequence.id)
+        (self._stopped if stopped else self._to_abort).append(sequence.id)
         sequence.id = 0
 
     def _flush_aborts(self) -> None:
-        ids, self._to_abort = self._to_abort, []
-        if ids and self._welcome is not None and self._link is not None:
-            self._link.send(Abort(columns.i64(ids), "the client does not need it any more"))
+        aborted, self._to_abort = self._to_abort, []
+        stopped, self._stopped = self._stopped, []
+        if self._welcome is None or self._link is None:
+            return
+        if aborted:
+            self._link.send(Abort(columns.i64(aborted), "the client does not need it any more"))
+        if stopped:
+            self._link.send(Abort(columns.i64(stopped), STOPPED))
 
     # --- the link
 
@@ -157,6 +165,7 @@ class Service:
         self._welcome = None
         self._lost = reason
         self._to_abort = []
+        self._stopped = []
 
     def on_message(self, message: ToGateway) -> None:
         match message:

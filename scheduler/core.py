@@ -17,6 +17,7 @@ from scheduler.sequence import Sequence
 from shared.columns import read_i64
 from shared.messages import (
     PROTOCOL,
+    STOPPED,
     Abort,
     Drain,
     Fault,
@@ -62,10 +63,11 @@ class Core:
             case Submit():
                 return self._on_submit(outbox, message, now)
             case Abort():
+                reason = Finish.STOP if message.reason == STOPPED else Finish.ABORT
                 for sequence_id in read_i64(message.ids):
                     seq = outbox.sequences.get(sequence_id)
                     if seq is not None:
-                        self.cell.finish(seq, Finish.ABORT)
+                        self.cell.finish(seq, reason)
                 return []
             case Drain():  # it sends nothing new; what it still streams goes on
                 return []

@@ -73,9 +73,12 @@ class Submit(NamedTuple):
     deadline_s: float  # seconds from now; 0: none
 
 
+STOPPED = "stop string"  # Abort.reason of sequences whose answer is whole; booked as STOP, not as ABORT
+
+
 class Abort(NamedTuple):
     ids: I64
-    reason: str
+    reason: str  # STOPPED, or why nobody wants the rest
 
 
 # --- scheduler -> gateway -------------------------------------------------------------------------------------------

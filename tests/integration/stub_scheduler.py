@@ -66,6 +66,7 @@ class StubScheduler:
         self.fatal = ""  # refuse every gateway with this text
         self.submits: list[Submit] = []
         self.aborted: list[int] = []
+        self.abort_reasons: list[str] = []
         self.finished: list[int] = []
         self.hellos: list[GatewayHello] = []
         self.running: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -147,6 +148,7 @@ class StubScheduler:
             case Abort():
                 ids = columns.read_i64(message.ids).tolist()
                 self.aborted += ids
+                self.abort_reasons.append(message.reason)
                 for sequence_id in ids:
                     if (task := self.running.pop((peer, sequence_id), None)) is not None:
                         task.cancel()

@@ -10,7 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from shared import columns
-from shared.messages import Finish, Submit
+from shared.messages import STOPPED, Finish, Submit
 from shared.sampling import Sampling
 from tests import gateway_toys
 from tests.integration.gateway_bench import Answer, Bench, running
@@ -79,6 +79,7 @@ async def test_a_stop_string_ends_the_work_at_the_scheduler(bench: Bench) -> Non
     assert (answer.text(), answer.usage["completion_tokens"]) == ("A", 3)
     await bench.until_idle()
     assert len(bench.stub.aborted) == 1
+    assert bench.stub.abort_reasons == [STOPPED], "a whole answer is not booked as aborted"
     assert bench.stub.finished == []
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from scheduler.core import Core
-from shared.columns import i32
-from shared.messages import PROTOCOL, Abort, Finish, GatewayHello, Reset, Status
+from shared.columns import i32, i64
+from shared.messages import PROTOCOL, STOPPED, Abort, Finish, GatewayHello, Reset, Status
 from tests.unit.scheduler.cells import GATEWAY, SmallCell
 
 MALFORMED: dict[str, dict[str, Any]] = {
@@ -180,6 +180,17 @@ def test_stop_ids_end_a_sequence_from_min_new_on() -> None:
     small.submit(2, [1], max_new=9, stop_ids=i32([7]), min_new=3)
     small.run()
     assert small.output == {1: [7], 2: [7] * 4} and small.ends == {1: Finish.STOP, 2: Finish.STOP}
+
+
+def test_an_answer_that_ended_at_a_stop_string_is_booked_as_stopped() -> None:
+    small = SmallCell()
+    small.join()
+    small.submit(1, [1], max_new=9)
+    small.submit(2, [1], max_new=9)
+    small.gateway(Abort(i64([1]), STOPPED))
+    small.abort(2)
+    finished = small.cell.counters.finished
+    assert (finished["stop"], finished["abort"], small.cell.counters.aborts) == (1, 1, 1)
 
 
 def test_row_without_an_allowed_token_ends_with_error() -> None:
