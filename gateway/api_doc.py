@@ -41,6 +41,9 @@ under way: 429 with `Retry-After` and `x-ratelimit-*`. Prompt tokens count when 
 of the answer. Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens
 `/health`, `/ready` and `/metrics` on loopback, without a key.
 
+## Browsers
+`--cors-origins https://example.org,...` lets pages of these origins call; without it no answer has a CORS header.
+
 ## Headers
 `X-Request-Id` of an answer is unique; a client's `X-Client-Request-Id` or `X-Request-Id` comes back as `X-Client-Request-Id`.
 `X-Request-Timeout: 30` is a deadline in seconds: 504 when it passes. 429 and 503 carry `Retry-After`.

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 
 from gateway import api_keys, tls
 from gateway.api_keys import ANYBODY, Tenant
+from gateway.cors import Origins
 from gateway.errors import ApiError
 from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, ROUTES, SESSION, TENANT, json_response
 from gateway.served_model import ServedModel
@@ -20,6 +21,7 @@ from shared.config import Config
 
 log = logging.getLogger("quire.gateway")
 
+ORIGINS = web.AppKey("origins", Origins)
 REQUEST_ID = web.RequestKey("request_id", str)
 OPEN = ("/health", "/ready")  # answered without a key
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by whoever watches: no news
@@ -33,6 +35,7 @@ def create_app(session: Session, config: Config) -> web.Application:
     app[SESSION] = session
     if (keys := api_keys.load(config.api_key_file)) is not None:
         app[KEYS] = keys
+    app[ORIGINS] = Origins(config.cors_origins)
     app.add_routes(ROUTES)
     app.on_response_prepare.append(_add_headers)
     gauge = session.metrics.gauge
@@ -82,6 +85,8 @@ async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        if (origins := request.app.get(ORIGINS)) is not None and (answer := origins.preflight(request)) is not None:
+            return answer
         request[TENANT] = identify(request)
         return await handler(request)
     except ApiError as error:
@@ -116,6 +121,8 @@ async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     if isinstance(request, web.Request) and (tenant := request.get(TENANT)) is not None:
         response.headers.update(tenant.headers(time.monotonic()))
+    if isinstance(request, web.Request) and (origins := request.app.get(ORIGINS)) is not None:
+        response.headers.update(origins.headers(request))
     theirs = request.headers.get("X-Client-Request-Id") or request.headers.get("X-Request-Id")
     if theirs and theirs.isascii() and theirs.isprintable():
         response.headers["X-Client-Request-Id"] = theirs[:CLIENT_ID_CHARS]

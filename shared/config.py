@@ -55,6 +55,7 @@ class Config:
     tls_key: str = _setting("", "file with the private key of tls_cert (PEM)")
     api_key_file: str = _setting("", "file of tenants and hashed API keys (gateway/api_keys.py); empty: no key is asked for")
     admin_port: int = _setting(0, "port on loopback for the gateway's /health, /ready and /metrics without a key; 0: none")
+    cors_origins: str = _setting("", "web origins that may call the gateway, separated by commas; *: all; empty: none")
     max_body_bytes: int = _setting(16 * 2**20, "bytes of one request body")
     template_timeout_s: float = _setting(2.0, "seconds one chat template may take")
     sse_comment_s: float = _setting(10.0, "seconds between comment lines on a stream that has nothing to say")
