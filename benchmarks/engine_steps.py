@@ -62,8 +62,10 @@ def decode(runner: Runner, rows: int, context: int, shared: int, steps: int = 30
     done += [runner.collect(each) for each in in_flight]
     wall_ms = (time.perf_counter() - began) / steps * 1e3
     device_ms = statistics.median(each.step_us for each in done) / 1e3
-    print(f"decode rows={rows} context={context} shared={shared}: device {device_ms:.3f} ms, wall {wall_ms:.3f} ms/step, "
-          f"launch on the host {statistics.median(host) * 1e3:.3f} ms, {rows / wall_ms * 1e3:,.0f} tok/s", flush=True)  # fmt: skip
+    print(
+        f"decode rows={rows} context={context} shared={shared}: device {device_ms:.3f} ms, wall {wall_ms:.3f} ms/step,", end=" "
+    )
+    print(f"launch on the host {statistics.median(host) * 1e3:.3f} ms, {rows / wall_ms * 1e3:,.0f} tok/s", flush=True)
 
 
 def prefill(runner: Runner, rows: int, length: int) -> None:
