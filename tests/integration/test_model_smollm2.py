@@ -14,9 +14,9 @@ from gpu_worker.runner import Runner
 from shared.config import Config
 from tests.plan_driver import GREEDY, Driver, Running
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
-NEW = 12  # output tokens of every prompt
+NEW = 8  # output tokens of every prompt
 ROUNDING = 1e-3  # log-probabilities closer than this may swap
 TEXTS = [
     "The capital of France is", "Once upon a time, in a village by the sea,", "def fibonacci(n):\n    ", "1, 1, 2, 3, 5, 8,",
