@@ -11,6 +11,9 @@ from shared.config import Config
 
 if not machine.gpu_ids():  # before any test module defines a kernel
     os.environ["TRITON_INTERPRET"] = "1"
+# Before torch is imported, here and in the workers that tests start: test processes share the cores, and OpenMP threads that
+# wait for each other by spinning would make every step many times slower.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
