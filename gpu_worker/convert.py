@@ -10,6 +10,8 @@ import os
 import shutil
 import sys
 import time
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,12 @@ def _say(text: str) -> None:
 
 
 def _convert_gguf(gguf: Path, out: Path) -> None:
+    _read_once()
+    metadata = _metadata(gguf)  # first: a damaged file is found before the slow imports
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    metadata = _metadata(gguf)
     _set_pre_tokenizer(tokenizer, str(metadata.get("tokenizer.ggml.pre", "default")))
     tokenizer.save_pretrained(out, save_jinja_files=False)
     _say("tokenizer done, unpacking the weights")
@@ -70,11 +73,18 @@ def _convert_gguf(gguf: Path, out: Path) -> None:
     model.save_pretrained(out)
 
 
+def _read_once() -> None:
+    """transformers parses the file three times and builds the table of names for every module: half of the conversion."""
+    library: Any = import_module("gguf")
+    library.GGUFReader = cache(library.GGUFReader)
+    library.get_tensor_name_map = cache(library.get_tensor_name_map)
+
+
 def _metadata(gguf: Path) -> dict[str, Any]:
     """The scalar fields of the file; the vocabulary's arrays are skipped."""
     from gguf import GGUFReader, GGUFValueType
 
-    fields = GGUFReader(gguf).fields
+    fields = GGUFReader(str(gguf)).fields
     return {name: field.contents() for name, field in fields.items() if field.types[0] != GGUFValueType.ARRAY}
 
 

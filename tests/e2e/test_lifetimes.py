@@ -21,9 +21,18 @@ PROMPT = "Write a long story about a river."
 PARIS = "The capital of France is Paris."
 
 
+@pytest.fixture(scope="module")
+def lasting(smollm2_folder: Path) -> Iterator[Served]:
+    """One server that outlives the death of each of its roles, in turn."""
+    server = Served("--silence-s=2")
+    with ended(server):
+        yield server
+
+
 @pytest.fixture
 def served(smollm2_folder: Path) -> Iterator[Served]:
-    server = Served("--silence-s=2")
+    """A server of one's own, to be ended."""
+    server = Served()
     with ended(server):
         yield server
 
@@ -68,31 +77,33 @@ class Stream:
 
 
 @pytest.mark.parametrize("role", ["gpu_worker", "scheduler"])
-def test_a_role_that_is_killed_comes_back_and_streams_go_on(served: Served, role: str) -> None:
-    expected = Stream(served, 120).wait()
+def test_a_role_that_is_killed_comes_back_and_streams_go_on(lasting: Served, role: str) -> None:
+    expected = Stream(lasting, 120).wait()
     assert (len(expected.ids), expected.finish) == (120, "length")
-    victim = served.children()[role]
-    stream = Stream(served, 120)
+    so_far = len(lasting.lines)
+    victim = lasting.children()[role]
+    stream = Stream(lasting, 120)
     until(lambda: len(stream.ids) > 20)
     os.kill(victim, signal.SIGKILL)
     stream.wait()
     assert stream.fault is None
     assert (len(stream.ids), stream.finish) == (120, "length")
     assert stream.ids[:20] == expected.ids[:20]
-    served.wait_for(rf"quire: {role} ended \(killed by SIGKILL\), starting it again")
-    assert served.children()[role] != victim
-    assert ask(served.url) == PARIS
+    lasting.wait_for(rf"quire: {role} ended \(killed by SIGKILL\), starting it again", since=so_far)
+    assert lasting.children()[role] != victim
+    assert ask(lasting.url) == PARIS
 
 
-def test_a_gateway_that_is_killed_comes_back(served: Served) -> None:
-    stream = Stream(served, 2000)
+def test_a_gateway_that_is_killed_comes_back(lasting: Served) -> None:
+    so_far = len(lasting.lines)
+    stream = Stream(lasting, 2000)
     until(lambda: len(stream.ids) > 5)
-    os.kill(served.children()["gateway"], signal.SIGKILL)
+    os.kill(lasting.children()["gateway"], signal.SIGKILL)
     stream.wait()
     assert stream.fault is not None  # its connection broke: only the client can ask again
-    served.wait_for("quire: ready again")
-    assert ask(served.url) == PARIS
-    until(lambda: served.metric("quire_pages", state="held") == 0)  # what nobody reads any more is given up
+    lasting.wait_for("quire: ready again", since=so_far)
+    assert ask(lasting.url) == PARIS
+    until(lambda: lasting.metric("quire_pages", state="held") == 0)  # what nobody reads any more is given up
 
 
 def test_ctrl_c_lets_streams_end_and_takes_nothing_new(served: Served) -> None:
