@@ -99,9 +99,10 @@ async def _announce(config: Config, folder: Path, supervisor: Supervisor, starte
                 _say("ready again")
             else:
                 print(_banner(config, folder, time.monotonic() - started), flush=True)
-            supervisor.mark_ready()
         elif was and not ready:
             _say("not ready")
+        if ready:
+            supervisor.mark_ready()
         await asyncio.sleep(POLL_S if not ready else 4 * POLL_S)
 
 

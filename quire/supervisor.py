@@ -11,6 +11,7 @@ from shared.config import FATAL_EXIT
 from shared.process import dies_with_parent
 
 QUICK_S = 30.0  # a process that lived shorter than this counts as failed at once
+SETTLED_S = 2.0  # whoever runs for so long while the server is ready is counted as well
 MAX_QUICK = 5  # quick ends in a row before we give up
 MAX_BACKOFF_S = 10.0
 PROGRESS_S = 1.0  # without a terminal, a progress bar is printed this often
@@ -68,10 +69,11 @@ class Supervisor:
         self._keepers = [asyncio.create_task(self._keep(role)) for role in self.roles.values()]
 
     def mark_ready(self) -> None:
-        """The server answers: every role has proved itself, and later ends are counted afresh."""
+        """The server answers: roles that run for a moment have proved themselves, and later ends are counted afresh."""
         self.was_ready = True
         for role in self.roles.values():
-            role.quick_ends = 0
+            if time.monotonic() - role.started >= SETTLED_S:
+                role.quick_ends = 0
 
     async def stop(self, names: Iterable[str], grace_s: float) -> None:
         """Ask these roles to drain and wait; what has not ended after grace_s is killed."""

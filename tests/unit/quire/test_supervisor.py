@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from quire import supervisor as supervision
 from quire.supervisor import MAX_BACKOFF_S, MAX_QUICK, QUICK_S, GaveUp, Lines, Role, Supervisor, next_start
 from shared.config import FATAL_EXIT
 
@@ -108,7 +109,8 @@ async def test_a_role_that_is_killed_comes_back() -> None:
         assert not supervisor.failed.done()
 
 
-async def test_a_server_that_gets_ready_each_time_is_never_given_up() -> None:
+async def test_a_server_that_gets_ready_each_time_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "SETTLED_S", 0.0)
     each = role(code="import time; time.sleep(60)")
     async with supervised(each) as (supervisor, _):
         for _ in range(MAX_QUICK + 2):
