@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # What is imported gets compiled then: compiling all of it now would take longer than the downloads.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: serve test test-compose lint format bench lock clean
+.PHONY: serve test chaos test-compose lint format bench lock clean
 
 serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="org/name --port 9000"
 	$(BIN)/quire serve $(ARGS)
