@@ -212,7 +212,7 @@ async def _serve(config: Config) -> int:
     loading = asyncio.create_task(asyncio.to_thread(load, config))
     stopping = asyncio.create_task(stopped.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
+    if stopped.is_set():  # also when loading has just ended: nobody would see the signal again
         os._exit(0)  # nothing to finish, and a reading thread cannot be interrupted
     stopping.cancel()
     try:

@@ -143,7 +143,7 @@ async def test_s58_a_reader_that_does_not_read_is_dropped(bench: Bench) -> None:
         assert canaries < 2000
     assert canaries
     assert await metric(bench, "quire_gateway_slow_readers_total") == 1
-    assert len(bench.stub.aborted) == 1
+    await until(lambda: len(bench.stub.aborted) == 1)
     await socket.cut()
 
 
