@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 PACKAGES := quire gateway scheduler gpu_worker shared
 INSTALLED := $(VENV)/.installed
 # What is imported gets compiled then: compiling all of it now would take longer than the downloads.
