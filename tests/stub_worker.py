@@ -85,6 +85,7 @@ class StubWorker:
         self.num_steps = 0
         self._working = False
         self._draining = False
+        self._faulted = False  # until the welcome, plans are those the scheduler sent before it knew
         self.welcomes: list[WorkerWelcome] = []
         self.lost: list[str] = []
         self.drained = asyncio.Event()
@@ -112,9 +113,11 @@ class StubWorker:
     def on_message(self, message: StepPlan | WorkerWelcome | Drain) -> None:
         match message:
             case StepPlan():
-                self._plans.put_nowait(message)
+                if not self._faulted:
+                    self._plans.put_nowait(message)
             case WorkerWelcome():
                 self.welcomes.append(message)
+                self._faulted = False
             case Drain():
                 self.drained.set()
 
@@ -176,6 +179,7 @@ class StubWorker:
         if self.num_steps == trouble.fault_at_step or trouble.fault_on_token in tokens:
             step = self.device.fail(0.5)
             self.link.send(Fault(step, "stub fault"))
+            self._faulted = True
             while not self._plans.empty():
                 self._plans.get_nowait()
             self.link.send(self.hello())
