@@ -69,7 +69,6 @@ class Service:
         self._lost = "not connected yet"
         self.epoch = 0  # of the last scheduler that welcomed us
         self.num_resubmitted = 0
-        self.num_gaps = 0
 
     # --- what the rest of the gateway asks
 
@@ -267,7 +266,6 @@ class Service:
 
     def _on_gap(self, sequence: Sequence, index: int) -> None:
         log.warning("tokens are missing", extra={"sequence": sequence.id, "have": len(sequence.output), "got": index})
-        self.num_gaps += 1
         if not self._to_abort:
             self._loop.call_soon(self._flush_aborts)
         self._to_abort.append(sequence.id)

@@ -99,7 +99,6 @@ class StreamReply:
 
     def __init__(self, reply: Reply, writer: EventWriter) -> None:
         self._reply = reply
-        self._writer = writer
         self._send = writer.send
         request = reply.request
         self._simple = request.logprobs < 0 and not request.return_token_ids and not request.continuous_usage

@@ -53,8 +53,6 @@ class Batch:
     num_chunk: int
     num_last: int
     num_decode: int
-    max_query_len: int
-    max_context_len: int
     groups: list[tuple[int, int]]  # (decode rows, leading pages they share), from the first decode row on
 
     # Sampling

@@ -145,8 +145,6 @@ class DecodeGraphs:
             num_chunk=0,
             num_last=0,
             num_decode=kind.rows,
-            max_query_len=1,
-            max_context_len=slots.max_model_len,
             groups=[],
             sampled_tokens=inputs.positions,  # not read here
             sample_slots=inputs.row_slots,

@@ -54,8 +54,6 @@ def make_batch(plan: StepPlan, slots: Slots) -> Batch:
         num_chunk=plan.num_chunk,
         num_last=plan.num_last,
         num_decode=plan.num_decode,
-        max_query_len=int(query_lens.max(initial=0)),
-        max_context_len=int(context_lens.max(initial=0)),
         groups=[(rows, pages) for rows, pages in i32_table(plan.group_counts, 2).tolist()],
         sampled_tokens=upload(starts[plan.num_chunk + 1 :].astype(np.int64) - 1, device),
         sample_slots=upload(sampled.copy(), device),

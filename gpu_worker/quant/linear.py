@@ -95,8 +95,6 @@ def _has_fused_int4(packed: PackedInts) -> bool:
 class FusedInt4Linear:
     """4-bit weights and bf16 inputs on a CPU through torch's fused kernel, which reads 4 bits where F.linear reads 16."""
 
-    MAX_ROWS = 128  # above this, unpacking a block of weights once and multiplying is faster
-
     def __init__(self, packed: PackedInts, bias: Tensor | None) -> None:
         self._columns = packed.columns
         self._bias = bias

@@ -6,7 +6,6 @@ The j-th nibble of a word from the low bits up is column ORDER[j] of its eight.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from gpu_worker.quant.formats.words import in_order_groups, pack, unpack
@@ -14,7 +13,6 @@ from gpu_worker.quant.scheme import Json, QuantSpec, Scheme, choose, everything,
 from gpu_worker.quant.weights import IntWeight
 
 NAMES = ("qweight", "qzeros", "scales")
-OPTIONAL = ()
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of the nibble at each place; its inverse is 0, 4, 1, 5, 2, 6, 3, 7
 INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -60,8 +58,3 @@ def _columns(words: Tensor) -> Tensor:
 def write_words(codes: Tensor) -> Tensor:
     """u8[R, N] -> i32[R, N / 8]"""
     return pack(codes.reshape(codes.shape[0], -1, 8)[..., list(ORDER)].flatten(1), 4)
-
-
-def symmetric_zeros(rows: int, columns: int) -> Tensor:
-    """The words of zero point 8 everywhere."""
-    return write_words(torch.full((rows, columns), 8, dtype=torch.uint8))

@@ -29,9 +29,7 @@ from gpu_worker.quant.weights import ByteWeight, IntWeight, Weight
 from shared.model_folder import ModelError
 
 PACKED_NAMES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-PACKED_OPTIONAL = ("weight_zero_point", "weight_g_idx")
 PLAIN_NAMES = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
-PLAIN_OPTIONAL = ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 

@@ -17,7 +17,6 @@ AT_LOAD = "fp8 at load"  # the method of a checkpoint that is not quantized
 LARGEST = 448.0  # of float8_e4m3fn
 TINY = torch.finfo(torch.float32).tiny  # smallest scale: a smaller one would overflow its inverse
 NAMES = ("weight", "weight_scale_inv", "weight_scale", "input_scale")
-OPTIONAL = ("weight_scale_inv", "weight_scale", "input_scale")
 _PER_TOKEN = Activations(kind="float", granularity="token")
 
 

@@ -17,7 +17,6 @@ from gpu_worker.quant.scheme import Json, QuantSpec, Scheme, choose, everything,
 from gpu_worker.quant.weights import IntWeight
 
 NAMES = ("qweight", "qzeros", "scales", "g_idx")
-OPTIONAL = ("g_idx",)
 
 
 def read_config(config: Json) -> QuantSpec:
