@@ -1,18 +1,23 @@
-"""How many prefill tokens one plan of a replica may carry, so that decode gaps stay under a target."""
+"""How many prefill tokens one plan of a replica may carry: short decode gaps when little waits, large steps when much does."""
 
-GAP_US = 100_000.0  # a step with decode rows should take no longer than this
+MIN_GAP_US = 12_000.0  # with little prefill waiting, a step with decode rows should take no longer than this
+MAX_GAP_US = 250_000.0  # ... and never longer than this
+GAP_SHARE = 0.25  # in between: this share of the time that all waiting prefill will take
 FLOOR_TOKENS = 128  # prefill always moves: fewer tokens would waste the step's fixed cost
 SMOOTHING = 0.2
 
 
 class ChunkBudget:
-    """step time = decode part + prefill tokens * cost per token, both learned from finished steps (0: not known yet)."""
+    """step time = decode part + prefill tokens * cost per token, both learned from finished steps (0: not known yet).
 
-    __slots__ = ("decode_us", "gap_us", "max_tokens", "token_us")
+    A large step computes a token for less, so what waits is done sooner; a small one keeps the gap between the tokens of
+    running streams short. Whoever waits behind a long queue gains more from the first, so the gap grows with the queue.
+    """
 
-    def __init__(self, max_tokens: int, gap_us: float = GAP_US) -> None:
+    __slots__ = ("decode_us", "max_tokens", "token_us")
+
+    def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.gap_us = gap_us
         self.decode_us = 0.0
         self.token_us = 0.0
 
@@ -23,10 +28,11 @@ class ChunkBudget:
             cost = max(step_us - (self.decode_us if num_decode else 0.0), 0.0) / num_prefill_tokens
             self.token_us += SMOOTHING * (cost - self.token_us) if self.token_us else cost
 
-    def tokens(self, num_decode: int) -> int:
-        """Prefill tokens of the next plan beside num_decode decode rows."""
+    def tokens(self, num_decode: int, num_waiting_tokens: int) -> int:
+        """Prefill tokens of the next plan beside num_decode decode rows, when so many prefill tokens wait for the replica."""
         room = self.max_tokens - num_decode
         if num_decode == 0 or self.token_us == 0.0:
             return room
-        fitting = int((self.gap_us - self.decode_us) / self.token_us)
+        gap_us = min(max(num_waiting_tokens * self.token_us * GAP_SHARE, MIN_GAP_US), MAX_GAP_US)
+        fitting = int((gap_us - self.decode_us) / self.token_us)
         return min(room, max(fitting, FLOOR_TOKENS))

@@ -28,8 +28,9 @@ def plan_round(cell: Cell, now: float) -> list[tuple[Replica, StepPlan]]:
         elif replica.running or cell.waiting:
             builders[replica] = builder = PlanBuilder(replica, 0)
             _grow_decode_rows(cell, builder)
+    queued = cell.waiting.num_tokens // max(len(cell.replicas), 1)
     for replica, builder in builders.items():
-        builder.budget = replica.chunk_budget.tokens(len(replica.decoding))
+        builder.budget = replica.chunk_budget.tokens(len(replica.decoding), queued + replica.backlog)
     if cell.waiting:
         _admit(cell, builders, now)
     for replica, builder in builders.items():

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler import groups
-from scheduler.chunk_budget import FLOOR_TOKENS, ChunkBudget
+from scheduler.chunk_budget import FLOOR_TOKENS, GAP_SHARE, MAX_GAP_US, MIN_GAP_US, ChunkBudget
 from shared.columns import read_i32
 from shared.messages import Finish
 from tests.unit.scheduler.cells import SmallCell, rows_of
@@ -226,17 +226,19 @@ def test_group_ends_with_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small.plans[peer][0].group_counts == b""
 
 
-def test_chunk_budget_keeps_the_decode_gap() -> None:
-    budget = ChunkBudget(8192, gap_us=50_000)
-    assert budget.tokens(16) == 8192 - 16  # nothing is known
+def test_chunk_budget_grows_with_what_waits() -> None:
+    budget = ChunkBudget(32768)
+    assert budget.tokens(16, 100) == 32768 - 16  # nothing is known
     for _ in range(20):
-        budget.observe(0, 16, 10_000)
-        budget.observe(2048, 16, 10_000 + 2048 * 20)
-    assert abs(budget.tokens(16) - 2000) < 20
-    assert budget.tokens(0) == 8192  # nobody waits for a token
+        budget.observe(0, 16, 6_000)
+        budget.observe(2048, 16, 6_000 + 2048 * 20)
+    assert abs(budget.tokens(16, 512) - (MIN_GAP_US - 6_000) / 20) < 5
+    assert abs(budget.tokens(16, 20_000) - (20_000 * 20 * GAP_SHARE - 6_000) / 20) < 50
+    assert abs(budget.tokens(16, 10**7) - (MAX_GAP_US - 6_000) / 20) < 130
+    assert budget.tokens(0, 512) == 32768  # nobody waits for a token
     for _ in range(100):
         budget.observe(0, 16, 60_000)
-    assert budget.tokens(16) == FLOOR_TOKENS  # the target cannot be kept, prefill still moves
+    assert budget.tokens(16, 512) == FLOOR_TOKENS  # the target cannot be kept, prefill still moves
 
 
 def test_decode_rows_always_fit_the_token_budget() -> None:
