@@ -8,16 +8,17 @@ the shipped choices are timed. A line "guide" says whether 4-bit weights take <=
 
 import argparse
 import itertools
+import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from gpu_worker.kernels import fp8_linear, w4a16_linear
+from gpu_worker.kernels.launch import compiling_only
 from gpu_worker.quant.formats.fp8 import quantize
 from gpu_worker.quant.linear import ByteLinear
 from gpu_worker.quant.packed import PackedInts
@@ -26,6 +27,7 @@ from tests.quant_kernel_checks import check_byte_linear, check_int_linear, check
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 BF16 = torch.bfloat16
+COLD_BYTES = 3 * 2**27
 PER_TOKEN = Activations(kind="float", granularity="token")
 
 
@@ -66,9 +68,26 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "rounding of corner rows", lambda: check_rounding(corner_rows(500, "cuda"), PER_TOKEN)
 
 
-def microseconds(run: Callable[[], object]) -> float:
-    """Median of device time with the cache cleared between runs, inside a CUDA graph's stream order."""
-    return float(triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")) * 1e3
+def microseconds(runs: list[Callable[[], object]]) -> float:
+    """Device time of one run: median of nine replays of a graph of all of them, which read different weights."""
+    with compiling_only():
+        for run in runs[:1]:
+            run()
+    for run in runs:
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times = []
+    for _ in range(10):
+        started, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        started.record()
+        graph.replay()
+        done.record()
+        done.synchronize()
+        times.append(started.elapsed_time(done) * 1e3)
+    return float(statistics.median(times[1:])) / len(runs)
 
 
 def line(name: str, rows: int, n: int, k: int, us: float, weight_bytes: float, base: float) -> str:
@@ -77,69 +96,93 @@ def line(name: str, rows: int, n: int, k: int, us: float, weight_bytes: float, b
     return f"  {name:18} {us:8.1f} us  {moved / us / 1e3:6.0f} GB/s  {tflops:6.1f} TFLOP/s  {us / base:5.2f}x bf16"
 
 
-def int_runs(x: Tensor, packed: PackedInts) -> dict[str, Callable[[], object]]:
-    how = (packed.words, packed.scales, packed.zeros, packed.group, packed.bits, None)
-    runs: dict[str, Callable[[], object]] = {"w4a16": lambda: w4a16_linear.w4a16_linear(x, *how)}
+def copies(num_bytes: int) -> int:
+    """Weights of this size that together are far larger than the L2 cache."""
+    return max(COLD_BYTES // num_bytes, 1)
+
+
+def int_runs(x: Tensor, packed: list[PackedInts]) -> dict[str, list[Callable[[], object]]]:
+    def run(**how: int) -> list[Callable[[], object]]:
+        return [
+            lambda each=each: w4a16_linear.w4a16_linear(  # type: ignore[misc]
+                x, each.words, each.scales, each.zeros, each.group, each.bits, None, **how
+            )
+            for each in packed
+        ]
+
+    runs = {"w4a16": run()}
     if x.shape[0] > w4a16_linear.SKINNY_ROWS:
-        runs["w4a16 fused"] = lambda: w4a16_linear.w4a16_linear(x, *how, unpack_rows_from=10**9)
-        runs["w4a16 unpacked"] = lambda: w4a16_linear.w4a16_linear(x, *how, unpack_rows_from=0)
+        runs["w4a16 fused"] = run(unpack_rows_from=10**9)
+        runs["w4a16 unpacked"] = run(unpack_rows_from=0)
     return runs
 
 
-def tune_ints(x: Tensor, packed: PackedInts) -> str:
+def tune_ints(x: Tensor, packed: list[PackedInts]) -> str:
     """The fastest of many shapes of the fused kernel; each must equal the shipped one's result."""
     rows = x.shape[0]
-    out = x.new_empty((rows, packed.num_rows))
-    right = w4a16_linear.w4a16_linear(x, packed.words, packed.scales, packed.zeros, packed.group, packed.bits).float()
+    out = x.new_empty((rows, packed[0].num_rows))
+    first = packed[0]
+    right = w4a16_linear.w4a16_linear(x, first.words, first.scales, first.zeros, first.group, first.bits).float()
     narrow = max(16, min(triton.next_power_of_2(rows), 64))
     widths = (narrow,) if rows <= 64 else (64, 128, 256)
+    shapes = [
+        ({"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}, waves)
+        for bm, bn, warps, stages, waves in itertools.product(
+            widths, (32, 64, 128), (4, 8), (3, 4, 6), (1, 2, 4, 8) if rows <= 64 else (1,)
+        )
+        if bm * bn <= 2**14 and (bn >= 64 or warps == 4)
+    ]
+
+    def runs(shape: dict[str, int], waves: int) -> list[Callable[[], object]]:
+        return [
+            lambda each=each: w4a16_linear._fused(  # type: ignore[misc]
+                x, each.words, each.scales, each.zeros, each.group, each.bits, None, out, shape, None, waves
+            )
+            for each in packed
+        ]
+
+    with compiling_only():
+        for shape, waves in shapes:
+            runs(shape, waves)[0]()
     found: list[tuple[float, str]] = []
-    for bm, bn, warps, stages, waves, asm in itertools.product(
-        widths, (32, 64, 128), (4, 8), (2, 3, 4, 6), (1, 2, 4, 8) if rows <= 64 else (1,), (True, False)
-    ):
-        if bm * bn > 2**14 or (bn < 64 and warps == 8) or (not asm and stages != 3):
-            continue
-        shape = {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
-
-        def run(shape: dict[str, int] = shape, asm: bool = asm, waves: int = waves) -> None:
-            w4a16_linear._fused(x, packed.words, packed.scales, packed.zeros, packed.group, packed.bits, None, out, shape, asm)
-
+    for shape, waves in shapes:
         try:
-            run()
+            runs(shape, waves)[0]()
             if float((out.float() - right).norm()) > 0.01 * float(right.norm()):
-                print(f"  WRONG {shape} waves {waves} asm {asm}")
+                print(f"  WRONG {shape} waves {waves}")
                 continue
-            found.append((microseconds(run), f"BM {bm} BN {bn} warps {warps} stages {stages} waves {waves} asm {asm}"))
+            found.append((microseconds(runs(shape, waves)), f"{shape} waves {waves}"))
         except Exception as error:
             print(f"  {shape}: {type(error).__name__}")
-    best = sorted(found)[:4]
-    return "\n".join(f"    {us:7.1f} us  {text}" for us, text in best)
+    return "\n".join(f"    {us:7.1f} us  {text}" for us, text in sorted(found)[:4])
 
 
 def measure(rows_list: list[int], tune: bool, names: list[str]) -> None:
     for name in names:
         n, k = SHAPES[name]
-        dense = (noise(n, k, device="cuda") / k**0.5).to(BF16)
-        packed = random_ints(n, k, 128, bits=4, zeros=True, act_order=False, device="cuda")
-        fp8 = quantize(dense)
+        dense = [(noise(n, k, device="cuda") / k**0.5).to(BF16) for _ in range(copies(2 * n * k))]
+        packed = [random_ints(n, k, 128, bits=4, zeros=True, act_order=False, device="cuda") for _ in range(copies(n * k // 2))]
         how = Activations(kind="float", granularity="group", group=128)
-        blocked = fp8.scales.expand(n, k // 128).contiguous()
-        made: dict[str, Any] = {"fp8 rows": ByteLinear(fp8, None, dense.device)}
-        made["fp8 blocks"] = ByteLinear(type(fp8)(fp8.values, blocked, 128, how), None, dense.device)
+        made: dict[str, list[ByteLinear]] = {"fp8 rows": [], "fp8 blocks": []}
+        for _ in range(copies(n * k)):
+            fp8 = quantize(dense[0])
+            made["fp8 rows"].append(ByteLinear(fp8, None, dense[0].device))
+            blocked = fp8.scales.expand(n, k // 128).contiguous()
+            made["fp8 blocks"].append(ByteLinear(type(fp8)(fp8.values, blocked, 128, how), None, dense[0].device))
         for rows in rows_list:
             x = noise(rows, k, device="cuda").to(BF16)
-            base = microseconds(lambda x=x, dense=dense: torch.nn.functional.linear(x, dense))  # type: ignore[misc]
+            base = microseconds([lambda w=w: torch.nn.functional.linear(x, w) for w in dense])  # type: ignore[misc]  # noqa: B023
             print(f"{name} [{n}, {k}], {rows} rows\n{line('bf16', rows, n, k, base, 2 * n * k, base)}")
-            for kind, run in int_runs(x, packed).items():
-                us = microseconds(run)
-                print(line(kind, rows, n, k, us, packed.num_bytes, base))
+            for kind, runs in int_runs(x, packed).items():
+                us = microseconds(runs)
+                print(line(kind, rows, n, k, us, packed[0].num_bytes, base))
                 if kind == "w4a16" and (rows <= 16 or rows == 4096):
                     limit = 0.4 if rows <= 16 else 1.15
                     print(f"  guide: {us / base:.2f} {'<=' if us / base <= limit else 'ABOVE'} {limit}")
-            for kind, matmul in made.items():
-                print(line(kind, rows, n, k, microseconds(lambda m=matmul, x=x: m(x)), n * k, base))  # type: ignore[misc]
-            us = microseconds(lambda x=x: fp8_linear.quantize_rows(x, PER_TOKEN))  # type: ignore[misc]
-            print(f"  rounding of x      {us:8.1f} us", flush=True)
+            for kind, matmuls in made.items():
+                us = microseconds([lambda m=m: m(x) for m in matmuls])  # type: ignore[misc]  # noqa: B023
+                print(line(kind, rows, n, k, us, n * k, base))
+            print(f"  rounding of x      {microseconds([lambda: fp8_linear.quantize_rows(x, PER_TOKEN)]):8.1f} us", flush=True)  # noqa: B023
             if tune and rows <= 1024:
                 print(tune_ints(x, packed), flush=True)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import Batch, IntArray, Needs, Sampled
+from gpu_worker.buckets import bucket_sizes, first_sizes
 from gpu_worker.kernels import apply_plan, one_row
 from gpu_worker.kernels.decode_schedule import Groups
 from gpu_worker.kernels.sample import draw
@@ -35,12 +36,6 @@ class Kind(NamedTuple):
     groups: bool  # reads pages that several rows share once; pays only where such groups are
 
 
-def bucket_sizes(max_rows: int) -> list[int]:
-    """Rows of the graphs: dense where padding would cost most, at most 64 apart."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, max_rows + 64, 64)]
-    return sorted({min(size, max_rows) for size in sizes})
-
-
 def all_kinds(max_rows: int) -> list[Kind]:
     """Largest first, so that the smaller ones fit into its memory."""
     sizes = bucket_sizes(max_rows)
@@ -49,7 +44,7 @@ def all_kinds(max_rows: int) -> list[Kind]:
 
 def first_kinds(max_rows: int) -> list[Kind]:
     """The graphs a worker starts with; the others follow while it has nothing to do."""
-    sizes = {min(size, max_rows) for size in (1, 4, 16, 64, 128, 256, 512, 768, max_rows)}
+    sizes = first_sizes(max_rows)
     grouped = {min(size, max_rows) for size in (16, 64, 256, 512, max_rows)} - {1}
     return [kind for kind in all_kinds(max_rows) if kind.rows in (grouped if kind.groups else sizes)]
 
@@ -61,7 +56,9 @@ class _Staging:
 
 
 class DecodeGraphs:
-    def __init__(self, decoder: Decoder, slots: Slots, cache: KVCache, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, slots: Slots, cache: KVCache, logits: Tensor) -> None:
+        """logits: [most rows, V], where steps leave the logits of their rows."""
+        max_rows = logits.shape[0]
         device = slots.device
         self._decoder = decoder
         self._slots = slots
@@ -74,12 +71,17 @@ class DecodeGraphs:
             for _ in range(STAGING_BUFFERS)
         ]
         self._turn = 0
-        self._logits = torch.empty((max_rows, decoder.spec.vocab_size), dtype=decoder.embedding.dtype, device=device)
+        self._logits = logits
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # memory of all graphs
 
     # --- capture ------------------------------------------------------------------------------------------------------
+
+    def run_first(self) -> None:
+        """The kernels of the first graphs, without graphs."""
+        for kind in first_kinds(self._max_rows):
+            self._run_empty(kind)
 
     def capture_first(self) -> None:
         for kind in first_kinds(self._max_rows):
@@ -93,8 +95,7 @@ class DecodeGraphs:
         return len(missing) > 1
 
     def _capture(self, kind: Kind) -> None:
-        self._staged[: apply_plan.HEADER_WORDS] = 0  # a plan of nothing: all rows are padding
-        self._compute(kind)  # compiles, and makes scratch memory outside the graph
+        self._run_empty(kind)  # compiles, and makes scratch memory outside the graph
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -103,6 +104,10 @@ class DecodeGraphs:
             self._pool = graph.pool()
         self._graphs[kind] = graph
         log.debug("captured a decode graph", extra=kind._asdict())
+
+    def _run_empty(self, kind: Kind) -> None:
+        self._staged[: apply_plan.HEADER_WORDS] = 0  # a plan of nothing: all rows are padding
+        self._compute(kind)
 
     def _compute(self, kind: Kind) -> None:
         rows = kind.rows
@@ -116,7 +121,7 @@ class DecodeGraphs:
         if rows == 1 and one_row.fits(decoder):
             logits.copy_(one_row.logits(decoder, batch, self._cache.layers))
         else:
-            logits.copy_(decoder.head(decoder.hidden(batch, self._cache.layers)))
+            decoder.logits_into(decoder.hidden(batch, self._cache.layers), logits)
         draw(
             logits, inputs.row_slots, inputs.sample_positions, slots.seeds, slots.column_f32("temperature"),
             draw_space(self._max_rows, slots.device), out=self._tokens[:rows],
@@ -189,8 +194,7 @@ class DecodeGraphs:
     def resample(self, needs: Needs, num_rows: int) -> Sampled:
         """Draw the rows of the last replay again, with all that they ask for."""
         inputs, slots = self._inputs_of(num_rows), self._slots
-        logits = self._logits[:num_rows].float()
-        sampled = self._decoder.ops.sample(logits, slots, inputs.row_slots, inputs.sample_positions, needs)
+        sampled = self._decoder.ops.sample(self._logits[:num_rows], slots, inputs.row_slots, inputs.sample_positions, needs)
         slots.store_sampled(sampled, inputs.row_slots, inputs.sample_positions, needs.penalized)
         return sampled
 

@@ -44,7 +44,7 @@ def plan_memory(
     on_cpu = device.type == "cpu"
     batched = config.max_num_batched_tokens or (1024 if on_cpu else 8192)
     weights = spec.num_parameters * dtype.itemsize if weight_bytes is None else weight_bytes
-    step = _step_bytes(spec, dtype, batched, config.max_num_seqs)
+    step = _step_bytes(spec, dtype, batched, config.max_num_seqs, in_place=not on_cpu)
     page = KVCache.page_bytes(
         num_layers=spec.num_layers,
         kv_heads=spec.num_kv_heads,
@@ -77,10 +77,17 @@ def plan_memory(
     )
 
 
-def _step_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
-    """Live tensors of the widest moment: residual, norm, gate and up, their product; then float32 logits and a copy."""
-    width = 3 * spec.hidden_size + spec.qkv_size + 3 * spec.intermediate_size
-    return tokens * width * dtype.itemsize + 2 * min(tokens, rows) * spec.vocab_size * 4
+def _step_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, *, in_place: bool) -> int:
+    """Live tensors of the widest moment, and the logits, which stay.
+
+    The widest moment is either residual, norm, gate and up (and their product, unless it overwrites the gates), or a float32
+    copy of the logits beside the last hidden states.
+    """
+    width = 2 * spec.hidden_size + (2 if in_place else 3) * spec.intermediate_size
+    logits = min(tokens, rows) * spec.vocab_size
+    layers = tokens * width * dtype.itemsize
+    head = tokens * spec.hidden_size * dtype.itemsize + 4 * logits
+    return max(layers, head) + logits * dtype.itemsize
 
 
 def _free_bytes(config: Config, device: torch.device) -> int:

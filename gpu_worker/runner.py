@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import Batch, Sampled
+from gpu_worker.buckets import padded_rows
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.memory import MemoryPlan
 from gpu_worker.model.decoder import Decoder
 from gpu_worker.prepare import BadPlan, make_batch, sampling_needs
 from gpu_worker.prompt_scores import prompt_scores
 from gpu_worker.slots import Slots
-from shared.columns import i32
 from shared.messages import StepDone, StepPlan
-from shared.sampling import Sampling
 
 if TYPE_CHECKING:  # it imports triton, which only a GPU needs
     from gpu_worker.graphs import DecodeGraphs
@@ -57,9 +56,10 @@ class Runner:
             device=device,
         )
         self.graphs: DecodeGraphs | None = None
+        self._logits: Tensor | None = None  # [sequences, V] on a GPU: logits of a step's rows
         if device.type == "cuda":
-            _warm_up(self, memory.max_batched_tokens)
-            self.graphs = _decode_graphs(self, memory.num_slots - 1)
+            self._logits = torch.empty((memory.num_slots - 1, spec.vocab_size), dtype=dtype, device=device)
+            self.graphs = _ready_gpu(self, self._logits, memory.max_batched_tokens)
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -129,10 +129,19 @@ class Runner:
         hidden = self.decoder.hidden(batch, self.cache.layers)
         sampled = None
         if len(batch.sample_slots):
-            logits = self.decoder.logits(hidden.index_select(0, batch.sampled_tokens))
+            logits = self._logits_of(hidden, batch.sampled_tokens)
             sampled = self.decoder.ops.sample(logits, self.slots, batch.sample_slots, batch.sample_positions, batch.needs)
             self.slots.store_sampled(sampled, batch.sample_slots, batch.sample_positions, batch.needs.penalized)
         return sampled, None if batch.score_tokens is None else prompt_scores(self.decoder, hidden, batch)
+
+    def _logits_of(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """[S, V] of the named tokens (i64 [S]), on a GPU in memory that the next step overwrites."""
+        if self._logits is None:
+            return self.decoder.logits(hidden.index_select(0, tokens))
+        picked = hidden.new_empty((padded_rows(len(tokens), len(self._logits)), hidden.shape[1]))
+        torch.index_select(hidden, 0, tokens, out=picked[: len(tokens)])
+        self.decoder.logits_into(picked, self._logits[: len(picked)])
+        return self._logits[: len(tokens)]
 
     def collect(self, step: Step) -> StepDone:
         """Wait for the step and pack its results."""
@@ -157,30 +166,12 @@ class Runner:
         )
 
 
-@torch.inference_mode()
-def _warm_up(runner: Runner, max_batched_tokens: int) -> None:
-    """Compile and load the kernels of prefill steps, so that no request waits for it. All pages of the slots are page 0."""
-    num_slots = runner.slots.num_slots
-    for rows, length, decoding in ((1, 9000, 0), (2, 2000, 1), (min(100, num_slots - 2), 16, 1), (1, 16, 1)):
-        length = min(length, runner.slots.max_model_len - 1, max_batched_tokens // rows - 1)
-        if rows < 1 or length < 1:
-            continue
-        opens = b"".join(i32([slot, 0]) + Sampling(temperature=1.0).pack() for slot in range(1, rows + decoding + 1))
-        counts = dict(num_chunk=0, num_last=rows, num_decode=decoding)
-        columns = dict(
-            row_slots=i32(range(1, rows + decoding + 1)), row_lens=i32([length] * rows), tokens=i32([0] * rows * length)
-        )
-        nothing = {name: b"" for name in StepPlan._fields}
-        runner.collect(runner.launch(StepPlan(**{**nothing, "step": 0, "score_width": 0, "opens": opens, **counts, **columns})))  # type: ignore[arg-type]
-    runner.reset()
-
-
-@torch.inference_mode()
-def _decode_graphs(runner: Runner, max_rows: int) -> "DecodeGraphs":
+def _ready_gpu(runner: Runner, logits: Tensor, max_batched_tokens: int) -> "DecodeGraphs":
     from gpu_worker.graphs import DecodeGraphs
+    from gpu_worker.warm_up import warm_up
 
-    graphs = DecodeGraphs(runner.decoder, runner.slots, runner.cache, max_rows)
-    graphs.capture_first()
+    graphs = DecodeGraphs(runner.decoder, runner.slots, runner.cache, logits)
+    warm_up(runner, graphs, max_batched_tokens)
     return graphs
 
 

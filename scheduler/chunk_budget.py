@@ -1,8 +1,7 @@
 """How many prefill tokens one plan of a replica may carry: short decode gaps when little waits, large steps when much does."""
 
-MIN_GAP_US = 12_000.0  # with little prefill waiting, a step with decode rows should take no longer than this
-MAX_GAP_US = 250_000.0  # ... and never longer than this
-GAP_SHARE = 0.25  # in between: this share of the time that all waiting prefill will take
+MIN_GAP_US = 12_000.0  # a step with decode rows should take no longer than this while little prefill waits
+MAX_GAP_US = 250_000.0  # ... and no longer than this while more than twice MIN_GAP_US of it does
 FLOOR_TOKENS = 128  # prefill always moves: fewer tokens would waste the step's fixed cost
 SMOOTHING = 0.2
 
@@ -11,7 +10,8 @@ class ChunkBudget:
     """step time = decode part + prefill tokens * cost per token, both learned from finished steps (0: not known yet).
 
     A large step computes a token for less, so what waits is done sooner; a small one keeps the gap between the tokens of
-    running streams short. Whoever waits behind a long queue gains more from the first, so the gap grows with the queue.
+    running streams short. So one or two short prompts trickle in beside the running rows, and what a crowd brings is
+    computed at once, as far as MAX_GAP_US permits.
     """
 
     __slots__ = ("decode_us", "max_tokens", "token_us")
@@ -33,6 +33,6 @@ class ChunkBudget:
         room = self.max_tokens - num_decode
         if num_decode == 0 or self.token_us == 0.0:
             return room
-        gap_us = min(max(num_waiting_tokens * self.token_us * GAP_SHARE, MIN_GAP_US), MAX_GAP_US)
+        gap_us = MAX_GAP_US if num_waiting_tokens * self.token_us > 2 * MIN_GAP_US else MIN_GAP_US
         fitting = int((gap_us - self.decode_us) / self.token_us)
         return min(room, max(fitting, FLOOR_TOKENS))

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _keep(logits, kept, rows, tokens, count, logits_stride, BLOCK: tl.constexpr):
     edit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = edit < count
@@ -21,7 +21,7 @@ def _forbid(logits, rows, vocabulary, logits_stride, BLOCK: tl.constexpr):
     tl.store(logits + row * logits_stride + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=token < vocabulary)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _restore(logits, kept, rows, tokens, count, logits_stride, BLOCK: tl.constexpr):
     edit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = edit < count
@@ -29,7 +29,7 @@ def _restore(logits, kept, rows, tokens, count, logits_stride, BLOCK: tl.constex
     tl.store(logits + cell, tl.load(kept + edit, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add(logits, values, rows, tokens, count, logits_stride, BLOCK: tl.constexpr):
     edit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = edit < count
@@ -56,7 +56,7 @@ def apply_edits(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor, al
         _add[grid](logits, values, rows, tokens, count, logits.stride(0), BLOCK=256)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _penalize(
     logits,
     rows,

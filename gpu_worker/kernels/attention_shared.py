@@ -14,7 +14,7 @@ from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previou
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_slots"])
 def _attention_shared(
     q,
     k_cache,

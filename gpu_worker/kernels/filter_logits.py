@@ -36,7 +36,7 @@ class FilterSpace:
         self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_split"])
 def _extremes(logits, rows, partials, vocabulary, logits_stride, per_split, BLOCK: tl.constexpr):
     number = tl.program_id(0)
     split = tl.program_id(1)
@@ -66,7 +66,7 @@ def _bound(by_count, measure_low, measure_high, low, largest, inverse):
     return tl.where(by_count, measure_low, 1.001 * (measure_low - measure_high) / tl.maximum(lightest, 1e-30))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_split", "splits"])
 def _round(
     logits,
     rows,
@@ -381,7 +381,7 @@ def filter_thresholds(
             logits, rows, row_slots, temperatures, top_ks, top_ps, min_ps,
             space.states[number - 1], space.states[0 if gather else new], space.partials[number - 1], space.partials[new],
             space.gathered, space.counts, vocabulary, stride, temperatures.stride(0), per_split, splits,
-            ROUND=min(number, 3), GATHER=gather, SPLITS_PAD=triton.next_power_of_2(splits),
+            ROUND=min(number, 3), GATHER=gather, SPLITS_PAD=SPLITS,
             BLOCK=wide if gather else block, num_warps=warps,
         )  # fmt: skip
     _finish[(count,)](

@@ -86,7 +86,7 @@ def _bytes(start, cell, inside, EVEN_K: tl.constexpr):
         return tl.load(pointer + cell, mask=inside[None, :], other=0).to(start.dtype.element_ty, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _byte_linear(
     x, x_scales, values, scales, bias, out, parts, arrived, M, N, K, x_groups, scale_columns, steps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, BLOCKED: tl.constexpr,

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["WIDTH"])
 def _logprobs(logits, rows, targets, chosen, top_ids, top_values, vocabulary, logits_stride, WIDTH, BLOCK: tl.constexpr):
     # One program per asking row: one pass for the log-sum-exp, then one pass (in L2) per alternative, each taking the
     # largest logit after the previous one in the order (value falling, id rising).

@@ -144,10 +144,10 @@ def _penalty_space(vocabulary: int, device: torch.device) -> PenaltySpace:
 
 
 def sample(logits: Tensor, slots: Slots, row_slots: Tensor, positions: Tensor, needs: Needs) -> Sampled:
-    """See Ops.sample. logits: f32 [S, V], overwritten; bf16 will do when no row has edits or penalties."""
+    """See Ops.sample. logits: [S, V], f32 or bf16."""
     raw = logits
     if needs.edits is not None or needs.penalized is not None:
-        raw = logits.clone() if needs.scored is not None else logits
+        logits = logits.to(torch.float32, copy=True)
         _adjust(logits, slots, row_slots, positions, needs)
     thresholds = None
     size = triton.next_power_of_2(logits.shape[0])

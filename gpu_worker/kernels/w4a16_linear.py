@@ -73,7 +73,7 @@ def _plane_asm(words, zero, J: tl.constexpr, DTYPE: tl.constexpr):
             return tl.inline_asm_elementwise(_F16_3, "=r,r,r", [words, zero], dtype=tl.float16, is_pure=True, pack=2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _int_linear(
     x, words, scales, zeros, bias, out, parts, arrived, x_stride, M, N, K, blocks, group,
     BITS: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
@@ -113,7 +113,7 @@ def _int_linear(
     finish_tile(out, bias, parts, arrived, tl.trans(total), m, n, tile, part, M, N, SPLIT, HAS_BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "rows"])
 def _unpack(
     words, scales, zeros, out, first, rows, N, group, columns,
     BITS: tl.constexpr, BN: tl.constexpr, HAS_ZEROS: tl.constexpr,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.batch import Batch
-from gpu_worker.model.linear import Matmul
+from gpu_worker.model.linear import Matmul, multiply_into
 from gpu_worker.model.spec import ModelSpec
 from gpu_worker.ops import Ops
 
@@ -51,6 +51,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> f32[S, V]."""
         return self.head(hidden).float()
+
+    def logits_into(self, hidden: Tensor, out: Tensor) -> None:
+        """hidden [S, H] -> out [S, V], in out's dtype."""
+        multiply_into(self.head, hidden, out)
 
     def _next_norms(self) -> Iterator[Tensor]:
         """The norm that follows each layer."""
