@@ -110,10 +110,19 @@ class Choice:
             self._gaps.observe(now - self.last_at)
         else:
             self.first_at = now
+        self.last_at = now
+        self._take(token, score)
+
+    def retell(self, token: int) -> None:
+        """A token that came before this process had the choice."""
+        self.sequence.output.append(token)
+        self._take(token, None)
+
+    def _take(self, token: int, score: Score | None) -> None:
+        if len(self.sequence.output) == 1:
             self._owner.begun.set()
             if self._request.echo:
                 self._echo()
-        self.last_at = now
         if token in self._stop_ids and len(self.sequence.output) > self._min_new:
             self._end = (token, score)
             return
@@ -136,7 +145,7 @@ class Choice:
         if reason == Finish.DEADLINE:
             self._owner.fail(ApiError(504, "The deadline of this request passed", code="deadline_exceeded"))
             return
-        if self._request.echo and not self.last_at:
+        if self._request.echo and not self.sequence.output:
             self._echo()
         self.finish_reason = FINISH_REASONS.get(reason, "abort")
         if self._end is not None:

@@ -7,7 +7,7 @@ from shared.config import BadConfig
 ANY = "*"
 MAX_AGE_S = 600
 METHODS = "GET, POST, OPTIONS"
-EXPOSED = "X-Request-Id, X-Client-Request-Id, Retry-After"
+EXPOSED = "X-Request-Id, X-Client-Request-Id, X-Stream-Id, Retry-After"
 
 
 class Origins:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from gateway import json_body, openai, openapi
+from gateway import json_body, openai, openapi, resume
 from gateway.api_keys import KeyRing, Tenant
 from gateway.errors import ApiError, BadRequest
 from gateway.limits import Limits
@@ -99,8 +99,12 @@ def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefi
             with early_leavers(session):
                 prepared = await session.prepare(valid, tenant.name, tenant.salt)
             tenant.take_prompt(sum(len(prompt.ids) for prompt in prepared.prompts), time.monotonic())
-            request_id = f"{prefix}-{secrets.token_hex(12)}"
-            reply = Reply(valid, session.model.tokenizer, session.model.name, request_id, int(time.time()))
+            request_id, created, model = f"{prefix}-{secrets.token_hex(12)}", int(time.time()), session.model.name
+            reply = Reply(valid, session.model.tokenizer, model, request_id, created)
+            if valid.resumable:
+                name = resume.new_stream()
+                prepared = resume.with_tickets(prepared, name, request_id, created, model)
+                return await stream(request, prepared, reply, resume.Place(name, len(prepared.prompts) * valid.n))
             if valid.stream:
                 return await stream(request, prepared, reply)
             async with session.open(prepared) as run:
@@ -113,14 +117,33 @@ def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefi
     return handle
 
 
-async def stream(request: web.Request, prepared: Prepared, reply: Reply) -> web.StreamResponse:
+async def go_on(request: web.Request) -> web.StreamResponse:
+    """The rest of a resumable stream, whichever gateway it began on and whether that one lives. It is this one's afterwards."""
+    session, tenant, name = request.app[SESSION], request[TENANT], request.match_info["id"]
+    seen = resume.read_event_id(request.headers.get(resume.LAST_EVENT_ID), name)
+    session.check_available()
+    found = await session.service.take(name, tenant.name)
+    if not found:
+        grace_s = request.app[CONFIG].resume_grace_s
+        raise resume.not_found(name, f"it never was, or was left more than {grace_s:g} s ago, or is not yours")
+    with tenant.request(time.monotonic()):
+        again = resume.reopen(session, tenant, found, seen)
+        ticket = again.ticket
+        reply = Reply(ticket.request, session.model.tokenizer, ticket.model, ticket.answer_id, ticket.created)
+        return await stream(request, again.prepared, reply, again.place)
+
+
+async def stream(
+    request: web.Request, prepared: Prepared, reply: Reply, place: resume.Place | None = None
+) -> web.StreamResponse:
     """Answer as events. Refusals that come before the first token still have their own status."""
     session, config = request.app[SESSION], request.app[CONFIG]
-    writer = EventWriter(request, limit_bytes=config.write_buffer_bytes, comment_s=config.sse_comment_s)
-    listener = StreamReply(reply, writer)
+    limit_bytes, comment_s = config.write_buffer_bytes, config.sse_comment_s
+    writer = EventWriter(request, limit_bytes=limit_bytes, comment_s=comment_s, stream=prepared.recipe.stream)
+    listener = StreamReply(reply, writer, place)
     try:
-        async with session.open(prepared, listener) as run:
-            listener.run = run
+        listener.run = session.open(prepared, listener)
+        async with listener.run as run:
             try:
                 await asyncio.wait_for(run.begun.wait(), config.sse_comment_s)
             except TimeoutError:
@@ -135,7 +158,8 @@ async def stream(request: web.Request, prepared: Prepared, reply: Reply) -> web.
     finally:
         writer.stop()
         if listener.run is not None:
-            request[TENANT].tokens.spend(listener.run.usage.completion_tokens, time.monotonic())
+            num_new = listener.run.usage.completion_tokens - listener.run.num_retold
+            request[TENANT].tokens.spend(num_new, time.monotonic())
         if writer.dropped:
             session.metrics.slow_readers += 1
 
@@ -216,6 +240,7 @@ async def version(request: web.Request) -> web.Response:
 ROUTES = (
     web.post("/v1/chat/completions", generation(openai.parse_chat, "chatcmpl")),
     web.post("/v1/completions", generation(openai.parse_completion, "cmpl")),
+    web.get("/v1/streams/{id}", go_on, allow_head=False),
     web.get("/v1/models", models),
     web.get("/v1/models/{name:.*}", model),
     web.post("/tokenize", tokenize),

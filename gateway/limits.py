@@ -27,6 +27,7 @@ class Limits:
     max_n: int = 512  # choices of one prompt
     max_prompts: int = 1024  # prompts of one request
     max_sequences: int = 1024  # prompts times n
+    max_resumable: int = 16  # choices of one resumable stream: each is counted in every event id
     max_messages: int = 8192
     max_parts: int = 1024  # content parts or tool calls of one message
     max_prompt_ids: int = 4 * 2**20  # ids of all prompts of one request

@@ -26,7 +26,16 @@ SAME = (
         "stop",
         "stop_token_ids",
     ),
-    *("ignore_eos", "skip_special_tokens", "prompt_logprobs", "echo", "stream", "add_generation_prompt", "add_special_tokens"),
+    *(
+        "ignore_eos",
+        "skip_special_tokens",
+        "prompt_logprobs",
+        "echo",
+        "stream",
+        "resumable",
+        "add_generation_prompt",
+        "add_special_tokens",
+    ),
     *("truncate_prompt_tokens", "return_token_ids", "priority"),
 )
 
@@ -127,6 +136,8 @@ def _common(given: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     options = given.get("stream_options", {})
     if "stream_options" in given and not stream:
         raise BadRequest("stream_options is only allowed with stream: true", "stream_options")
+    if given.get("resumable"):
+        _check_resumable(given, stream, limits)
     if stream and "prompt_logprobs" in given:
         raise BadRequest("prompt_logprobs is not available with stream: true", "prompt_logprobs")
     if options.get("continuous_usage_stats") and not options.get("include_usage"):
@@ -146,6 +157,15 @@ def _common(given: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
         "include_usage": options.get("include_usage", False),
         "continuous_usage": options.get("continuous_usage_stats", False),
     }
+
+
+def _check_resumable(given: Mapping[str, Any], stream: bool, limits: Limits) -> None:
+    if not stream:
+        raise BadRequest("resumable needs stream: true", "resumable")
+    count = len(given.get("prompt", [0])) * given.get("n", 1)
+    if count > limits.max_resumable:
+        text = f"a resumable stream has at most {limits.max_resumable} choices, this one would have {count}"
+        raise BadRequest(text, "resumable", "out_of_range")
 
 
 def _check_ending(given: Mapping[str, Any]) -> None:

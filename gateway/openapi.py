@@ -36,6 +36,13 @@ PLAIN = {
     "/version": "Version of the server",
     "/openapi.json": "This description",
 }
+STREAM: dict[str, Any] = {
+    "summary": "The rest of a resumable stream",
+    "parameters": [
+        {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+        {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}},
+    ],
+}
 TOKENS: dict[str, Any] = {"tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}}
 TEXTS: dict[str, Any] = {"prompt": {"type": "string"}, "messages": {"type": "array", "items": {"type": "object"}}}
 MESSAGES: dict[str, Any] = {
@@ -86,6 +93,7 @@ def document(limits: Limits) -> dict[str, Any]:
     for path, text in PLAIN.items():
         kind = "text/plain" if path == "/metrics" else json_kind
         paths[path] = {"get": {"summary": text, "responses": _answers((kind,))}}
+    paths["/v1/streams/{id}"] = {"get": {**STREAM, "responses": _answers((stream_kind,))}}
     return {"openapi": "3.1.0", "info": {"title": "Quire", "version": "1"}, "paths": paths}
 
 

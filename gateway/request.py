@@ -47,6 +47,7 @@ class ValidRequest:
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # print tokens of log-probabilities as "token_id:7"
     stream: bool = False
+    resumable: bool = False  # another gateway may go on with the stream
     include_usage: bool = False
     continuous_usage: bool = False
 

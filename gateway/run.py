@@ -1,9 +1,10 @@
 """One request under way: its choices, the text they collect, how it ends, and what it used."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,10 +13,12 @@ from gateway.errors import ApiError
 from gateway.request import ValidRequest
 from gateway.sequence import Prompt, Recipe, Sequence
 from gateway.text_stream import StopSet
+from shared.messages import Finish
 
 if TYPE_CHECKING:
     from gateway.session import Session
 
+REASONS = {"stop": Finish.STOP, "length": Finish.LENGTH}
 DEADLINE_GRACE_S = 1.0  # that the scheduler's own answer to a passed deadline may take
 
 
@@ -27,6 +30,16 @@ class Prepared:
     prompts: list[Prompt]
     max_new: list[int]  # per prompt
     recipe: Recipe
+    tickets: list[bytes] = field(default_factory=list)  # per prompt, of a stream that can be taken over
+    known: "list[Known]" = field(default_factory=list)  # per choice, of a stream that was
+
+
+class Known(NamedTuple):
+    """What a choice that was taken over has been told already."""
+
+    output: "array[int]"
+    reason: int  # Finish, or 0: it has not ended
+    cached: int  # prompt tokens in the cache at its first start; -1: it had none
 
 
 class Delta(NamedTuple):
@@ -69,32 +82,57 @@ class Run:
         self.failure: ApiError | None = None
         self.begun = asyncio.Event()  # a first token, an end or a failure is there
         self.done = asyncio.Event()
+        self.num_retold = 0  # tokens that were there before this run
         self._timer: asyncio.TimerHandle | None = None
         self._session = session
         self._recipe = prepared.recipe
+        self._known = prepared.known
+        self._retelling = False  # what happens now has been counted before
         self._collector = _Collector(request.stream) if listener is None else None
         self._listener: Listener = listener or self._collector  # type: ignore[assignment]  # one of them is there
         stops = StopSet(request.stop) if request.stop else None
         self.choices: list[Choice] = []
+        tickets = prepared.tickets or [b""] * len(prepared.prompts)
         for number, prompt in enumerate(prepared.prompts):
             for choice in range(request.n):
                 index = number * request.n + choice
                 sequence = Sequence(prompt, prepared.recipe, choice, prepared.max_new[number], sink=None)  # type: ignore[arg-type]
+                sequence.index, sequence.ticket = index, tickets[number]
                 tokenizer, gaps = session.model.tokenizer, session.metrics.token_gap
                 sequence.sink = Choice(index, sequence, request, tokenizer, stops, self, gaps)
                 self.choices.append(sequence.sink)
         self._num_open = len(self.choices)
 
     async def __aenter__(self) -> "Run":
+        for choice in self.choices:
+            choice.start(self._listener)
+        self._retell()
         self._session.remember(self)
         if self._recipe.deadline_s:  # the scheduler's to notice, unless there is none
             loop = asyncio.get_running_loop()
             late = ApiError(504, "The deadline of this request passed", code="deadline_exceeded")
             self._timer = loop.call_at(self._recipe.arrived + self._recipe.deadline_s + DEADLINE_GRACE_S, self.fail, late)
         for choice in self.choices:
-            choice.start(self._listener)
-            self._session.service.submit(choice.sequence)
+            if not choice.finish_reason and self.failure is None:
+                self._session.service.submit(choice.sequence)
         return self
+
+    def _retell(self) -> None:
+        """Begin where a stream that was taken over has come to."""
+        self._retelling = True
+        for choice, known in zip(self.choices, self._known, strict=False):
+            sequence = choice.sequence
+            sequence.cached = known.cached
+            if known.output:
+                sequence.num_scored = len(sequence.prompt.ids)
+            for token in known.output:
+                choice.retell(token)
+                if choice.finish_reason:
+                    break
+            if known.reason and not choice.finish_reason:
+                choice.on_finish(known.reason)
+        self._retelling = False
+        self.num_retold = sum(choice.num_tokens for choice in self.choices)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -103,10 +141,14 @@ class Run:
         if self._timer is not None:
             self._timer.cancel()
         metrics = self._session.metrics
+        if self._recipe.stream and self.failure is None:
+            self._session.service.keep([choice.sequence for choice in self.choices])
         if not self.done.is_set():
             metrics.aborted += 1
             self.failure = ApiError(499, "The client left", code="aborted")
             self._drop_all()
+        if self._known:  # counted by whoever had it first
+            return
         usage = self.usage
         metrics.prompt_tokens += usage.prompt_tokens
         metrics.cached_tokens += usage.cached_tokens
@@ -117,7 +159,9 @@ class Run:
 
     def choice_ended(self, choice: Choice) -> None:
         self._session.service.drop(choice.sequence, stopped=choice.finish_reason == "stop")
-        self._session.metrics.finished[choice.finish_reason] += 1
+        choice.sequence.reason = REASONS.get(choice.finish_reason, 0)
+        if not self._retelling:
+            self._session.metrics.finished[choice.finish_reason] += 1
         self._num_open -= 1
         if not self._num_open:
             self._set_done()

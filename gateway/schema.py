@@ -77,6 +77,8 @@ IMPLEMENTED = (
     _does("prompt_logprobs", integer(0, "max_logprobs"), "log-probabilities of prompt tokens; not with stream"),
     _does("echo", boolean, "the text begins with the prompt; with logprobs the prompt is scored too", COMPLETION),
     _does("stream", boolean, "server-sent events"),
+    _does("resumable", boolean, "events have ids: GET /v1/streams/{id} goes on after the last one, on any gateway; only with "
+          "stream, for a limited number of choices"),
     _does("stream_options", fields.stream_options, "include_usage, continuous_usage_stats; only with stream"),
     _does("add_generation_prompt", boolean, "the template opens the assistant's turn; default true", CHAT),
     _does("chat_template_kwargs", _raw, "object of extra variables for the chat template", CHAT),

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from gateway.request import ValidRequest
 from shared import columns, pages
-from shared.messages import Finish, GatewayWelcome, Reject, Submit
+from shared.messages import Finish, GatewayWelcome, Kept, Reject, Submit
 from shared.sampling import Edit, Flag, Sampling, choice_seed, conditional, pack_edits
 
 TOKEN_BYTES = 4
@@ -73,6 +73,7 @@ class Recipe:
     salt: str  # of the page hashes
     arrived: float  # loop time
     deadline_s: float
+    stream: str = ""  # under which another gateway may take it over
 
     @classmethod
     def of(
@@ -148,6 +149,9 @@ class Sequence:
     output: "array[int]" = field(default_factory=lambda: array("i"))
     cached: int = -1  # prompt tokens found in the cache at its first start; -1: not started
     num_scored: int = 1  # prompt tokens whose score arrived (the first has none)
+    index: int = 0  # of the choice in its request
+    ticket: bytes = b""  # gateway.resume.Ticket, of a stream that another gateway may take over
+    reason: int = 0  # Finish, once the choice has ended
 
     def submit(self, welcome: GatewayWelcome, now: float) -> Submit:
         recipe, prompt = self.recipe, self.prompt
@@ -177,7 +181,18 @@ class Sequence:
             age_s=age_s,
             # A deadline that passed while nobody could be asked is still the scheduler's to answer.
             deadline_s=max(0.001, recipe.deadline_s - age_s) if recipe.deadline_s else 0.0,
+            cached=self.cached,
+            stream=recipe.stream,
+            choice=self.index,
+            ticket=self.ticket,
         )
+
+    def kept(self, now: float) -> Kept:
+        """What a scheduler needs to hand it to another gateway."""
+        recipe, prompt = self.recipe, self.prompt
+        names = (recipe.stream, self.index, recipe.tenant, self.ticket)
+        tokens = prompt.column + self.output.tobytes()
+        return Kept(0, 0, *names, tokens, len(prompt.ids), self.cached, self.reason, max(0.0, now - recipe.arrived))
 
     @property
     def finished_reason(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, assert_never
 from gateway.errors import Unavailable
 from gateway.metrics import Metrics
 from gateway.sequence import Score, Sequence
+from gateway.takeovers import Takeovers
 from shared import columns, keys
 from shared.codec import Codec
 from shared.config import Config
@@ -26,6 +27,7 @@ from shared.messages import (
     Drain,
     GatewayHello,
     GatewayWelcome,
+    Kept,
     PromptScores,
     Reject,
     Reset,
@@ -68,6 +70,8 @@ class Service:
         self._status: Status | None = None
         self._lost = "not connected yet"
         self.epoch = 0  # of the last scheduler that welcomed us
+        self._welcomed = 0.0  # loop time of the first welcome of that scheduler
+        self._takeovers = Takeovers(config.resume_grace_s)
         self.num_resubmitted = 0
 
     # --- what the rest of the gateway asks
@@ -111,6 +115,21 @@ class Service:
         self._live[sequence.id] = sequence
         if self._welcome is not None and self._link is not None:
             self._link.send(sequence.submit(self._welcome, self._loop.time()))
+
+    async def take(self, stream: str, tenant: str) -> list[Kept]:
+        """Take a stream from whoever has it; it is nobody's until it is submitted again. Empty: there is no such stream."""
+        if self._welcome is None or self._link is None:
+            raise Unavailable(f"The scheduler is not reachable: {self._lost}", 1, "scheduler_unavailable")
+        resume, answer = self._takeovers.ask(stream, tenant)
+        self._link.send(resume)
+        found = await answer
+        if not found and self._loop.time() - self._welcomed < self._config.silence_s + 1:
+            raise Unavailable("The scheduler has just started and does not know every stream yet", 1, "scheduler_unavailable")
+        return found
+
+    def keep(self, sequences: list[Sequence]) -> None:
+        """Streams that another gateway may take over are left here, or have ended."""
+        self._takeovers.leave(sequences, self._loop.time())
 
     def drop(self, sequence: Sequence, *, stopped: bool = False) -> None:
         """Forget a sequence; if it is still computed, say so. Nothing is called for it any more. stopped: its text has ended
@@ -165,6 +184,7 @@ class Service:
         self._lost = reason
         self._to_abort = []
         self._stopped = []
+        self._takeovers.on_lost()
 
     def on_message(self, message: ToGateway) -> None:
         match message:
@@ -183,6 +203,8 @@ class Service:
                     sequence.sink.on_reject(message)
             case GatewayWelcome():
                 self._on_welcome(message)
+            case Kept():
+                self._takeovers.on_kept(message)
             case Drain():
                 if self._status is not None:
                     self._status = self._status._replace(state="draining", reason=message.reason)
@@ -197,11 +219,17 @@ class Service:
             self._lost = f"it speaks protocol {welcome.protocol}, this gateway {PROTOCOL}"
             return
         self._welcome = welcome
-        self._status = None if self.epoch != welcome.epoch else self._status
-        self.epoch = welcome.epoch
+        if self.epoch != welcome.epoch:
+            self.epoch, self._status, self._welcomed = welcome.epoch, None, self._loop.time()
+            self._tell_kept()
         log.info("connected to the scheduler", extra={"epoch": welcome.epoch, "live": len(self._live)})
         for sequence in list(self._live.values()):
             self._resubmit(sequence)
+
+    def _tell_kept(self) -> None:
+        assert self._link is not None  # it has just brought a welcome
+        for kept in self._takeovers.untold(self._loop.time()):
+            self._link.send(kept)
 
     def _resubmit(self, sequence: Sequence) -> None:
         """Continue a sequence from the ids it has. Its old id is dead."""

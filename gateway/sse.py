@@ -9,20 +9,23 @@ from aiohttp import web
 
 from gateway.choice import Choice, Entry
 from gateway.replies import Reply, dump, quote
+from gateway.resume import Place
 from gateway.session import Run
 
 log = logging.getLogger("quire.gateway")
 
 COMMENT = b": still here\n\n"
 LAST_S = 60.0  # seconds a client may take to read the end of its stream
+STREAM_HEADER = "X-Stream-Id"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventWriter:
     """Frames of one response. Until open() what is sent waits here; after it every frame goes to the transport at once."""
 
-    def __init__(self, request: web.Request, *, limit_bytes: int, comment_s: float) -> None:
+    def __init__(self, request: web.Request, *, limit_bytes: int, comment_s: float, stream: str = "") -> None:
         self._request = request
+        self._stream = stream
         self._limit_bytes = limit_bytes
         self._comment_s = comment_s
         self._loop = asyncio.get_running_loop()
@@ -53,7 +56,7 @@ class EventWriter:
 
     async def open(self) -> web.StreamResponse:
         """Send the headers and everything that waited."""
-        response = web.StreamResponse(headers=HEADERS)
+        response = web.StreamResponse(headers=HEADERS | ({STREAM_HEADER: self._stream} if self._stream else {}))
         if self._chunked:
             response.enable_chunked_encoding()
         else:
@@ -97,9 +100,10 @@ class EventWriter:
 class StreamReply:
     """Listener of a run: turns what its choices grow by into event frames."""
 
-    def __init__(self, reply: Reply, writer: EventWriter) -> None:
+    def __init__(self, reply: Reply, writer: EventWriter, place: Place | None = None) -> None:
         self._reply = reply
-        self._send = writer.send
+        self._writer = writer
+        self._place = place  # of a resumable stream
         request = reply.request
         self._simple = request.logprobs < 0 and not request.return_token_ids and not request.continuous_usage
         self._before: dict[int, bytes] = {}  # by choice, once it has begun
@@ -110,30 +114,37 @@ class StreamReply:
         if before is None:
             before = self._begin(choice)
         if self._simple:
-            self._send(before + quote(text).encode() + self._reply.after)
+            self._send(choice, before + quote(text).encode() + self._reply.after)
         else:
-            self._send_chunk(self._reply.growth(choice, text, entries))
+            self._send_chunk(choice, self._reply.growth(choice, text, entries))
 
     def on_end(self, choice: Choice) -> None:
         if choice.index not in self._before:
             self._begin(choice)
-        self._send_chunk(self._reply.ending(choice))
+        self._send_chunk(choice, self._reply.ending(choice))
 
     def _begin(self, choice: Choice) -> bytes:
         before = self._before[choice.index] = self._reply.before(choice.index)
         if self._reply.chat or self._reply.request.return_token_ids:
-            self._send_chunk(self._reply.opening(choice))
+            self._send_chunk(choice, self._reply.opening(choice))
         return before
 
-    def _send_chunk(self, choice: dict[str, object]) -> None:
+    def _send_chunk(self, choice: Choice, body: dict[str, object]) -> None:
         usage = self.run.usage if self.run is not None and self._reply.request.continuous_usage else None
-        self._send(self._reply.chunk([choice], usage))
+        self._send(choice, self._reply.chunk([body], usage))
+
+    def _send(self, choice: Choice, frame: bytes) -> None:
+        if self._place is not None:
+            frame = self._place.mark(choice.index, frame)
+        if frame:
+            self._writer.send(frame)
 
     def finish(self, run: Run) -> None:
         """The last frames of a good stream, or the error of a failed one (which has no [DONE])."""
         if run.failure is not None:
-            self._send(b"data: " + dump(run.failure.body()).encode() + b"\n\n")
+            self._writer.send(b"data: " + dump(run.failure.body()).encode() + b"\n\n")
             return
         if self._reply.request.include_usage:
-            self._send(self._reply.chunk([], run.usage))
-        self._send(b"data: [DONE]\n\n")
+            frame = self._reply.chunk([], run.usage)
+            self._writer.send(self._place.mark_end(frame) if self._place is not None else frame)
+        self._writer.send(b"data: [DONE]\n\n")

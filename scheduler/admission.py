@@ -6,7 +6,7 @@ from scheduler.cell import Cell
 from scheduler.outbox import Outbox
 from scheduler.sequence import Sequence
 from shared.columns import read_i32
-from shared.messages import Reject, Submit
+from shared.messages import Finish, Reject, Submit
 from shared.pages import HASH_BYTES
 from shared.sampling import SAMPLING_BYTES, Sampling
 
@@ -73,10 +73,12 @@ def admit(cell: Cell, outbox: Outbox, submit: Submit, now: float) -> Sequence | 
     if text and not seq.num_output:  # one that has output already ends with LENGTH, as if it had grown here
         return Reject(submit.id, BAD_REQUEST, "context_length_exceeded", text, "", 0.0)
     text = overload(cell, seq, now)
-    if text and not _was_admitted(seq, outbox, submit, now):
+    if text and not _was_admitted(cell, seq, outbox, submit, now):
         return Reject(submit.id, TOO_MANY, "queue_full", text, "", predicted_wait_s(cell, now) or 1.0)
     outbox.sequences[seq.id] = seq
     cell.waiting.add(seq)
+    if seq.stream and (former := cell.shelf.adopt(seq)) is not None:
+        cell.finish(former, Finish.ABORT)
     cell.queue_rate.on_queue(now, True)
     return seq
 
@@ -98,9 +100,11 @@ def overload(cell: Cell, seq: Sequence, now: float) -> str:
     return ""
 
 
-def _was_admitted(seq: Sequence, outbox: Outbox, submit: Submit, now: float) -> bool:
-    """It has output, or comes with the hello of a gateway that lost its scheduler: what was let in once stays in."""
-    return seq.num_output > 0 or (submit.age_s > 0 and now - outbox.since < RESUBMITTING_S)
+def _was_admitted(cell: Cell, seq: Sequence, outbox: Outbox, submit: Submit, now: float) -> bool:
+    """It has started, is resumed, or comes with the hello of a gateway that lost its scheduler: who was let in stays in."""
+    if seq.started or seq.num_output > 0 or cell.shelf.holds(seq.stream):
+        return True
+    return submit.age_s > 0 and now - outbox.since < RESUBMITTING_S
 
 
 def predicted_wait_s(cell: Cell, now: float) -> float:

@@ -8,6 +8,7 @@ from scheduler.forecast import OutputLengths
 from scheduler.outbox import Outbox
 from scheduler.replica import Replica
 from scheduler.sequence import Sequence
+from scheduler.shelf import Shelf
 from scheduler.start_rate import StartRate
 from scheduler.waiting import Waiting
 from scheduler.workload import DecodeSpeed
@@ -38,6 +39,7 @@ class Cell:
     replicas: dict[str, Replica] = field(default_factory=dict)  # by name
     gateways: dict[str, Outbox] = field(default_factory=dict)  # by peer
     waiting: Waiting = field(default_factory=Waiting)
+    shelf: Shelf = field(default_factory=Shelf)
     counters: Counters = field(default_factory=Counters)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     speed: DecodeSpeed = field(default_factory=DecodeSpeed)
@@ -110,6 +112,7 @@ class Cell:
         """Forget a detached sequence."""
         del seq.outbox.sequences[seq.id]
         seq.generation += 1
+        self.shelf.keep(seq, reason)
         self.counters.finished[REASONS[reason]] += 1
         if reason == Finish.ABORT:
             self.counters.aborts += 1
@@ -118,6 +121,7 @@ class Cell:
         """The end of a waiting sequence of which no token was ever sent."""
         self.waiting.remove(seq)
         del seq.outbox.sequences[seq.id]
+        self.shelf.forget(seq)
         return self.rejection(seq.outbox, Reject(seq.id, status, code, text, "", retry_after_s))
 
     def rejection(self, outbox: Outbox, reject: Reject) -> tuple[str, Reject]:

@@ -26,8 +26,10 @@ from shared.messages import (
     FromWorker,
     GatewayHello,
     GatewayWelcome,
+    Kept,
     Reject,
     Reset,
+    Resume,
     Status,
     StepDone,
     Submit,
@@ -69,6 +71,11 @@ class Core:
                     if seq is not None:
                         self.cell.finish(seq, reason)
                 return []
+            case Resume():
+                return self._on_resume(outbox, message, now)
+            case Kept():
+                self.cell.shelf.learn(message, now)
+                return []
             case Drain():  # it sends nothing new; what it still streams goes on
                 return []
             case Reset(reason=reason):
@@ -105,6 +112,17 @@ class Core:
             heappush(self._deadlines, (seq.deadline, seq.order[2], seq))
         self._end_if_over(seq)
         return []
+
+    def _on_resume(self, outbox: Outbox, resume: Resume, now: float) -> list[Out]:
+        """Whoever had the stream until now has it no more: its client has left that gateway, or the gateway is dead."""
+        shelf = self.cell.shelf
+        found: list[Kept] = []
+        if (live := shelf.take(resume.stream, resume.tenant)) is not None:
+            for seq in live:
+                self.cell.finish(seq, Finish.ABORT)
+            found = shelf.answer(resume.ask, resume.stream, now)
+        nothing = Kept(resume.ask, 0, resume.stream, 0, resume.tenant, b"", b"", 0, -1, 0, 0.0)
+        return [(outbox.peer, kept) for kept in found or [nothing]]
 
     def _end_if_over(self, seq: Sequence) -> None:
         """A resumed sequence may have reached its end already."""
@@ -202,6 +220,7 @@ class Core:
     def tick(self, now: float) -> list[Out]:
         """Time passes: deadlines, hung workers, audits, status. Called a few times a second, before pump."""
         out = self._pass_deadlines(now)
+        self.cell.shelf.tick(now)
         for replica in list(self.cell.replicas.values()):
             waited_s = now - replica.oldest_since
             if replica.in_flight and waited_s > self.cell.step_timeout_s:

@@ -57,6 +57,7 @@ class CellCollector(Collector):
             ["reason"],
         )
         yield _gauge("quire_gateways", "Gateways connected", [([], len(cell.gateways))], [])
+        yield _gauge("quire_kept_streams", "Resumable streams that nobody reads now", [([], len(cell.shelf))], [])
         text = "Computing that waits or is under way, in seconds of one fully loaded replica"
         yield _gauge("quire_work_seconds", text, [([], work_s(cell))], [])
 

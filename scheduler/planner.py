@@ -166,7 +166,8 @@ def _bind(cell: Cell, seq: Sequence, place: Place, now: float) -> None:
         cell.note_start(now)
         counters.prompt_tokens += seq.num_prompt
         seq.outbox.started_ids.append(seq.id)
-        seq.outbox.started_cached.append(min(seq.num_cached, seq.num_prompt))
+        seq.first_cached = min(seq.num_cached, seq.num_prompt)
+        seq.outbox.started_cached.append(seq.first_cached)
 
 
 def _make_room(cell: Cell, builders: dict[Replica, PlanBuilder], seq: Sequence) -> Place | None:

@@ -26,12 +26,14 @@ class Sequence:
     __slots__ = (
         "alone_until",
         "check_at",
+        "choice",
         "computed",
         "computed_before",
         "deadline",
         "edits",
         "end_len",
         "event_at",
+        "first_cached",
         "generation",
         "group_page",
         "hashes",
@@ -57,8 +59,11 @@ class Sequence:
         "slot",
         "started",
         "stop_ids",
+        "stream",
         "strikes",
         "struck_len",
+        "tenant",
+        "ticket",
         "tokens",
         "top_width",
         "worst_pages",
@@ -77,6 +82,11 @@ class Sequence:
         self.stop_ids = frozenset(memoryview(submit.stop_ids).cast("i"))
         self.sampling = submit.sampling
         self.edits = submit.edits
+        self.tenant = submit.tenant
+        self.stream = submit.stream
+        self.choice = submit.choice
+        self.ticket = submit.ticket
+        self.first_cached = submit.cached  # prompt tokens found in a cache at its first start; -1: not started
         self.root_hash = submit.root_hash
         column = submit.page_hashes
         self.hashes = [column[at : at + HASH_BYTES] for at in range(0, len(column), HASH_BYTES)]
@@ -92,7 +102,7 @@ class Sequence:
         self.strikes = 0
         self.struck_len = 0  # known when it was struck last
         self.alone_until = 0  # while known is below, its plans carry nothing else
-        self.started = False
+        self.started = submit.cached >= 0  # here, or under an earlier scheduler or gateway
         self.computed_before = 0  # tokens computed before the last release: what is computed again was lost
         self._unbind()
 

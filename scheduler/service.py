@@ -17,6 +17,7 @@ from scheduler.cell import Cell
 from scheduler.commit import Out
 from scheduler.core import Core
 from scheduler.metrics import CellCollector
+from scheduler.shelf import Shelf
 from shared import keys
 from shared.codec import Codec
 from shared.config import Config
@@ -67,6 +68,7 @@ def new_cell(config: Config, hash_key: bytes) -> Cell:
         max_queued_tokens=config.max_queued_tokens,
         max_wait_s=config.max_wait_s,
         step_timeout_s=config.step_timeout_s,
+        shelf=Shelf(config.resume_grace_s),
     )
 
 

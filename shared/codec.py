@@ -33,6 +33,8 @@ TAGS: dict[type, int] = {
             messages.Fault,
             messages.WorkerWelcome,
             messages.StepPlan,
+            messages.Resume,
+            messages.Kept,
         ),
         start=1,
     )

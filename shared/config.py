@@ -74,6 +74,7 @@ class Config:
     max_queued_requests: int = _setting(4096, "sequences that may wait; more are answered 429")
     max_queued_tokens: int = _setting(0, "tokens of all sequences that may wait; more are answered 429; 0: no limit")
     max_wait_s: float = _setting(0.0, "seconds a new sequence may be predicted to wait before it is answered 429; 0: no limit")
+    resume_grace_s: float = _setting(60.0, "seconds that a resumable stream is kept after its client left, or after its end")
     step_timeout_s: float = _setting(120.0, "seconds one step may take before its worker counts as hung")
     hash_key_file: str = _setting("", "file with the cell's page hash key; empty: <cache-dir>/hash.key, made at first start")
 
@@ -107,7 +108,7 @@ def _check(config: Config) -> Config:
     for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_bytes", "cpu_threads", "max_queued_tokens"):
         if getattr(config, name) < 0:
             _fail(name, getattr(config, name), "must not be negative")
-    for name in ("heartbeat_s", "silence_s", "step_timeout_s", "template_timeout_s", "sse_comment_s"):
+    for name in ("heartbeat_s", "silence_s", "step_timeout_s", "template_timeout_s", "sse_comment_s", "resume_grace_s"):
         if not 0 < getattr(config, name) < 1e6:
             _fail(name, getattr(config, name), "must be a positive number of seconds")
     if not 0 <= config.max_wait_s < 1e6:

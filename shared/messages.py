@@ -6,7 +6,7 @@ gateway, is unique within one gateway identity and never reused there.
 
 from typing import Annotated, NamedTuple, TypeAlias
 
-PROTOCOL = 2  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
+PROTOCOL = 3  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
 
 I32 = Annotated[bytes, 4]  # column of int32
 I64 = Annotated[bytes, 8]  # column of int64
@@ -71,6 +71,10 @@ class Submit(NamedTuple):
     tenant: str
     age_s: float  # time since the request arrived at the gateway; keeps its place in the queue after a resubmit
     deadline_s: float  # seconds from now; 0: none
+    cached: int = -1  # prompt tokens that were in the cache when it started first; -1: it never has
+    stream: str = ""  # under which any gateway may take it over (Resume); empty: none will
+    choice: int = 0  # its number in that stream
+    ticket: bytes = b""  # what a gateway needs besides the tokens to go on with it; means nothing to the scheduler
 
 
 STOPPED = "stop string"  # Abort.reason of sequences whose answer is whole; booked as STOP, not as ABORT
@@ -79,6 +83,31 @@ STOPPED = "stop string"  # Abort.reason of sequences whose answer is whole; book
 class Abort(NamedTuple):
     ids: I64
     reason: str  # STOPPED, or why nobody wants the rest
+
+
+class Resume(NamedTuple):
+    """A client came for a stream, whoever had it so far. Answered by Kept for every choice, or one whose total is 0."""
+
+    ask: int  # comes back in the answers
+    stream: str
+    tenant: str
+
+
+class Kept(NamedTuple):
+    """One choice of a stream that nobody computes now. Scheduler -> gateway: the answer to a Resume, and the gateway's from
+    now on. Gateway -> scheduler, after a welcome: it was left, or has ended, and its client may still come for it."""
+
+    ask: int  # 0 from a gateway
+    total: int  # choices of the stream that are known; 0: no such stream, and the other fields mean nothing
+    stream: str
+    choice: int
+    tenant: str
+    ticket: bytes
+    tokens: I32
+    num_prompt: int
+    cached: int
+    reason: int  # Finish, or 0: it has not ended
+    age_s: float  # time since the request arrived
 
 
 # --- scheduler -> gateway -------------------------------------------------------------------------------------------
@@ -225,12 +254,12 @@ class StepPlan(NamedTuple):
     group_counts: I32  # [g, 2] of (number of decode rows, leading pages they share)
 
 
-GATEWAY_TO_SCHEDULER = (GatewayHello, Submit, Abort, Drain, Reset)
-SCHEDULER_TO_GATEWAY = (GatewayWelcome, Status, Tokens, PromptScores, Reject, Drain, Reset)
+GATEWAY_TO_SCHEDULER = (GatewayHello, Submit, Abort, Resume, Kept, Drain, Reset)
+SCHEDULER_TO_GATEWAY = (GatewayWelcome, Status, Tokens, PromptScores, Reject, Kept, Drain, Reset)
 WORKER_TO_SCHEDULER = (WorkerHello, StepDone, WorkerAlive, Fault, Drain, Reset)
 SCHEDULER_TO_WORKER = (WorkerWelcome, StepPlan, Drain, Reset)
 
-FromGateway: TypeAlias = GatewayHello | Submit | Abort | Drain | Reset
-ToGateway: TypeAlias = GatewayWelcome | Status | Tokens | PromptScores | Reject | Drain | Reset
+FromGateway: TypeAlias = GatewayHello | Submit | Abort | Resume | Kept | Drain | Reset
+ToGateway: TypeAlias = GatewayWelcome | Status | Tokens | PromptScores | Reject | Kept | Drain | Reset
 FromWorker: TypeAlias = WorkerHello | StepDone | WorkerAlive | Fault | Drain | Reset
 ToWorker: TypeAlias = WorkerWelcome | StepPlan | Drain | Reset

@@ -75,6 +75,7 @@ async def test_the_description_names_every_route_and_field(bench: Bench) -> None
         described = await response.json()
     paths = {route.path for route in ROUTES}
     assert paths - set(described["paths"]) == {"/v1/models/{name:.*}", "/v1/embeddings", "/docs"}
+    assert [each["name"] for each in described["paths"]["/v1/streams/{id}"]["get"]["parameters"]] == ["id", "Last-Event-ID"]
     for path, (api, _) in GENERATION.items():
         schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(schema["properties"]) == set(FIELDS[api])

@@ -90,14 +90,22 @@ def test_no_field_changes_nothing_and_says_nothing(api: str) -> None:
         "logprobs": True if api == "chat" else 2, "top_logprobs": 2, "prompt_logprobs": 2, "echo": True, "stream": True,
         "stream_options": {"include_usage": True}, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1},
         "add_special_tokens": api == "chat", "truncate_prompt_tokens": 5, "return_token_ids": True,
-        "return_tokens_as_token_ids": True, "priority": 3,
+        "return_tokens_as_token_ids": True, "priority": 3, "resumable": True,
     }  # fmt: skip
-    needs = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
+    needs = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}, "resumable": {"stream": True}}
     parse = chat if api == "chat" else completion
     for field in FIELDS[api].values():
         if field.kind == "implemented" and field.name != "model":
             base = needs.get(field.name, {})
             assert parse(**base, **{field.name: values[field.name]}) != parse(**base), field.name
+
+
+def test_resumable_is_for_streams_of_few_choices() -> None:
+    assert completion(stream=True, resumable=True, prompt=["x"] * 4, n=4).resumable
+    assert refusal("chat", resumable=True).param == "resumable"
+    error = refusal("completion", stream=True, resumable=True, prompt=["x"] * 4, n=5)
+    assert error.param == "resumable" and "at most 16" in error.text and "20" in error.text
+    assert "at most 16" in refusal("chat", stream=True, resumable=True, n=17).text
 
 
 def test_unknown_fields_are_refused_by_name() -> None:

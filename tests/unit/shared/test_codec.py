@@ -139,6 +139,8 @@ def test_every_message_has_a_tag_and_tags_are_what_they_were() -> None:
         "Fault": 14,
         "WorkerWelcome": 15,
         "StepPlan": 16,
+        "Resume": 17,
+        "Kept": 18,
     }
 
 
