@@ -12,9 +12,10 @@ Printed by `python -m gateway.api_doc`; do not edit. A field is *implemented*, a
 or *refused*: then 400 names it, unless its value asks for nothing. Fields that are not listed are refused. `null` is absence.
 
 ## Routes
-`POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`, `GET /v1/models/{id}`, `POST /tokenize`,
-`POST /detokenize`, `GET /health` (this process lives), `GET /ready` (requests can be computed; 503 with the reason if not),
-`GET /v1/streams/{id}` (below), `GET /metrics` (Prometheus), `GET /version`, `GET /openapi.json`, `GET /docs`. `POST /v1/embeddings` is refused: 400.
+`POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/streams/{id}` (below), `GET /v1/models`, `GET /v1/models/{id}`,
+`POST /tokenize`, `POST /detokenize`, `GET /health` (this process lives), `GET /ready` (requests can be computed; 503 with the
+reason if not), `GET /metrics` (Prometheus), `GET /version`, `GET /openapi.json`, `GET /docs`. `POST /v1/embeddings` is refused:
+400.
 
 ## Rules
 - **Errors** are `{"error": {"message", "type", "param", "code"}}` on every route. What is wrong with a request is answered
@@ -37,12 +38,12 @@ or *refused*: then 400 names it, unless its value asks for nothing. Fields that 
 ## Streams that survive their connection
 With `"resumable": true` beside `"stream": true` every event has an `id:` line, `STREAM:COUNTS`, and the answer a header
 `X-Stream-Id: STREAM`. A client whose connection broke, or whose gateway died, asks **any** gateway of the cell for
-`GET /v1/streams/STREAM` with the header `Last-Event-ID: ` and the last id it has read (none: from the first event), and gets the
-events after it: the same text, token ids, log-probabilities and usage as if nothing had happened. While nobody reads, nothing
-is computed. A stream is kept for `--resume-grace-s` after its client left and after its end; then, and for the keys of another
-tenant, it is 404 `stream_not_found`. 503 with `Retry-After` is worth another try: the scheduler has just started. Whoever comes
-takes the stream over: an older reader of it sees it end (`finish_reason` is `abort`). An error event ends a stream for good, and
-`[DONE]` has no id. A resume counts as a request of its tenant, its prompt is not counted again.
+`GET /v1/streams/STREAM` with the header `Last-Event-ID: ` and the last id it has read (none: from the first event), and gets
+the events after it: the same text, token ids, log-probabilities and usage as if nothing had happened. While nobody reads,
+nothing is computed. A stream is kept for `--resume-grace-s` after its client left and after its end; then, and for the keys of
+another tenant, it is 404 `stream_not_found`. 503 with `Retry-After` is worth another try: the scheduler has just started.
+Whoever comes takes the stream over: an older reader of it sees it end (`finish_reason` is `abort`). An error event ends a
+stream for good, and `[DONE]` has no id. A resume counts as a request of its tenant; its prompt is not counted again.
 
 ## Keys
 With `--api-key-file` every route but `/health` and `/ready` wants `Authorization: Bearer KEY` (401). `gateway/api_keys.py`

@@ -83,9 +83,6 @@ class Place:
         *choices, end = map(max, self._made, self.seen)
         return f"id: {self._stream}:{'.'.join(map(str, choices))}-{end}\n".encode() + frame
 
-    def mark_end(self, frame: bytes) -> bytes:
-        return self.mark(len(self._made) - 1, frame)
-
 
 def read_event_id(text: str | None, stream: str) -> list[int]:
     """Events that a client has, by choice and of the end; empty: it has none."""

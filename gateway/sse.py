@@ -114,7 +114,7 @@ class StreamReply:
         if before is None:
             before = self._begin(choice)
         if self._simple:
-            self._send(choice, before + quote(text).encode() + self._reply.after)
+            self._send(choice.index, before + quote(text).encode() + self._reply.after)
         else:
             self._send_chunk(choice, self._reply.growth(choice, text, entries))
 
@@ -131,11 +131,12 @@ class StreamReply:
 
     def _send_chunk(self, choice: Choice, body: dict[str, object]) -> None:
         usage = self.run.usage if self.run is not None and self._reply.request.continuous_usage else None
-        self._send(choice, self._reply.chunk([body], usage))
+        self._send(choice.index, self._reply.chunk([body], usage))
 
-    def _send(self, choice: Choice, frame: bytes) -> None:
+    def _send(self, index: int, frame: bytes) -> None:
+        """An event of a choice (the number of choices: of the end)."""
         if self._place is not None:
-            frame = self._place.mark(choice.index, frame)
+            frame = self._place.mark(index, frame)
         if frame:
             self._writer.send(frame)
 
@@ -145,6 +146,5 @@ class StreamReply:
             self._writer.send(b"data: " + dump(run.failure.body()).encode() + b"\n\n")
             return
         if self._reply.request.include_usage:
-            frame = self._reply.chunk([], run.usage)
-            self._writer.send(self._place.mark_end(frame) if self._place is not None else frame)
+            self._send(len(run.choices), self._reply.chunk([], run.usage))
         self._writer.send(b"data: [DONE]\n\n")

@@ -14,9 +14,10 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shared import keys
+from shared import keys, model_folder
 from shared.codec import Codec
 from shared.config import Config, add_flags, load
 from shared.messages import SCHEDULER_TO_WORKER, Drain, Fault, StepDone, StepPlan, WorkerAlive, WorkerHello, WorkerWelcome
@@ -215,6 +216,7 @@ async def _main(config: Config, parsed: argparse.Namespace) -> None:
         delay_s=parsed.delay_s,
         num_pages=parsed.num_pages,
         num_slots=config.max_num_seqs + 1,
+        model=model_folder.fingerprint(Path(config.model)) if config.model else "stub",
         trouble=trouble,
     )
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A whole cell to do harm to: a gateway on this loop, a scheduler process and stub worker processes that can be killed."""
+"""A whole cell to do harm to: a gateway on this loop; more gateways, a scheduler and stub workers as processes to be killed."""
 
 import asyncio
 import contextlib
@@ -21,6 +21,7 @@ from gateway import served_model
 from gateway.app import create_app
 from gateway.session import Session
 from quire.machine import free_ports
+from shared import model_folder
 from shared.config import Config
 from tests.integration.gateway_bench import Answer, parse_events
 
@@ -81,7 +82,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> Non
 
 
 class Cell:
-    """Roles by name: "scheduler" and the workers "r0", "r1", ..."""
+    """Roles by name: "scheduler", the workers "r0", "r1", ... and the gateways "g0", "g1", ... besides the one on this loop."""
 
     def __init__(self, config: Config, session: Session, client: aiohttp.ClientSession, port: int) -> None:
         self.config = config
@@ -90,6 +91,7 @@ class Cell:
         self.port = port
         self.roles: dict[str, Role] = {}
         self.worker_flags: tuple[str, ...] = ()
+        self.ports: dict[str, int] = {}  # of gateways, each the same at every start
         self.prefixes: dict[str, tuple[str, ...]] = {}  # words before the command of a role
 
     def start(self, name: str) -> Role:
@@ -105,10 +107,16 @@ class Cell:
         if name == "scheduler":
             flags += [f"--hash-key-file={config.hash_key_file}", f"--metrics-port={config.metrics_port}"]
             flags += [f"--max-queued-requests={config.max_queued_requests}"]
+            flags += [f"--resume-grace-s={config.resume_grace_s}"]
             self.roles[name] = Role("scheduler", *flags)
+        elif name.startswith("g"):
+            flags += [f"--model={config.model}", "--served-model-name=toy", f"--name={name}", f"--port={self.ports[name]}"]
+            flags += [f"--resume-grace-s={config.resume_grace_s}", f"--api-key-file={config.api_key_file}"]
+            self.roles[name] = Role("gateway", *flags)
         else:
             flags += [
                 f"--name={name}",
+                f"--model={config.model}",
                 f"--vocabulary={VOCABULARY}",
                 f"--max-num-batched-tokens={config.max_num_batched_tokens}",
             ]
@@ -123,7 +131,25 @@ class Cell:
         self.start(name)
 
     async def ready(self) -> None:
+        """The gateway on this loop can answer, and every other that runs."""
         await self.session.wait_ready(30)
+        for name in self.ports:
+            if name in self.roles:
+                await self.ready_at(self.url(name))
+
+    async def ready_at(self, url: str, timeout_s: float = 30.0) -> None:
+        end = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                async with self.client.get(f"{url}/ready") as response:
+                    if response.status == 200:
+                        return
+            assert time.monotonic() < end, f"{url} is not ready"
+            await asyncio.sleep(0.02)
+
+    def url(self, name: str = "") -> str:
+        """Of a gateway; without a name: of the one on this loop."""
+        return f"http://127.0.0.1:{self.ports[name] if name else self.port}"
 
     async def complete(self, body: dict[str, Any]) -> Answer:
         """The answer to a completion, streamed or whole; AssertionError when it is an error."""
@@ -172,14 +198,19 @@ class Cell:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, *worker_flags: str, workers: int = 1, prefixes: dict[str, tuple[str, ...]] | None = None, **settings: Any
+    folder: Path,
+    *worker_flags: str,
+    workers: int = 1,
+    gateways: int = 0,
+    prefixes: dict[str, tuple[str, ...]] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Cell]:
     """A cell that is ready. Afterwards it must still answer, and hold nothing."""
-    gateways, hub, metrics = free_ports(3)
+    link, hub, metrics, *ports = free_ports(3 + gateways)
     own: dict[str, Any] = {
         "model": str(folder),
         "port": 0,
-        "gateway_link": f"tcp://127.0.0.1:{gateways}",
+        "gateway_link": f"tcp://127.0.0.1:{link}",
         "worker_link": f"tcp://127.0.0.1:{hub}",
         "metrics_port": metrics,
         "hash_key_file": str(folder / "hash.key"),
@@ -188,7 +219,7 @@ async def running(
         "max_num_batched_tokens": 256,
     }
     config = Config(**(own | settings))
-    async with Session(config, served_model.load(folder, "toy", "stub")) as session:
+    async with Session(config, served_model.load(folder, "toy", model_folder.fingerprint(folder))) as session:
         runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         await web.TCPSite(runner, config.host, config.port).start()
@@ -196,8 +227,9 @@ async def running(
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
             cell = Cell(config, session, client, port)
             cell.worker_flags, cell.prefixes = worker_flags, prefixes or {}
+            cell.ports = {f"g{number}": port for number, port in enumerate(ports)}
             try:
-                for name in ("scheduler", *(f"r{number}" for number in range(workers))):
+                for name in ("scheduler", *(f"r{number}" for number in range(workers)), *cell.ports):
                     cell.start(name)
                 await cell.ready()
                 yield cell

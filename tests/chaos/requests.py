@@ -40,10 +40,11 @@ def essence(answer: Answer) -> dict[str, Any]:
     for event in answer.events[:-1] or [answer.body]:
         for choice in event["choices"]:
             found = parts.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "end": None})
-            found["text"] += choice["text"]
+            found["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
             found["ids"] += choice.get("token_ids") or []
             scores = choice.get("logprobs") or {}
             found["logprobs"] += list(zip(scores.get("tokens", ()), scores.get("token_logprobs", ()), strict=True))
+            found["logprobs"] += [(entry["token"], entry["logprob"]) for entry in scores.get("content", ())]
             found["end"] = choice["finish_reason"] or found["end"]
     usage = {name: answer.usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return {"choices": parts, "usage": usage}
