@@ -21,9 +21,11 @@ class Refused(Exception):
 
 
 class Follower:
-    def __init__(self, client: aiohttp.ClientSession, body: dict[str, Any], path: str = "/v1/completions") -> None:
+    def __init__(
+        self, client: aiohttp.ClientSession, body: dict[str, Any], path: str = "/v1/completions", *, resumable: bool = True
+    ) -> None:
         self._client = client
-        self._body = body | {"stream": True, "resumable": True, "stream_options": {"include_usage": True}}
+        self._body = body | {"stream": True, "resumable": resumable, "stream_options": {"include_usage": True}}
         self._path = path
         self.events: list[Any] = []  # in order, "[DONE]" last
         self.last_id = ""
@@ -69,7 +71,7 @@ class Follower:
     async def _read(self, response: aiohttp.ClientResponse, limit: int) -> None:
         if response.status != 200:
             raise Refused(response.status, await response.json())
-        self.stream = response.headers["X-Stream-Id"]
+        self.stream = response.headers.get("X-Stream-Id", "")
         event_id, data = "", ""
         try:
             async for raw in response.content:
