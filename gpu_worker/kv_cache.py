@@ -1,10 +1,11 @@
-"""KV pages of all layers in one allocation. Page 0 is scratch: padding reads and writes it, nobody's content lies there."""
+"""KV pages of all layers in one allocation. Page 0 is scratch: padding reads and writes it, nobody's content lies there.
+
+Cells beyond a row's length hold anything, also NaN: no kernel reads them.
+"""
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from gpu_worker.batch import IntArray
 
 
 class KVCache:
@@ -26,17 +27,18 @@ class KVCache:
         self._on_cpu = device.type == "cpu"
         shape = (num_layers, 2, num_pages, kv_heads, page_tokens, head_dim)
         self.storage = _lazy_zeros(shape, dtype) if self._on_cpu else torch.zeros(shape, dtype=dtype, device=device)
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.storage]
+        self.layers: list[tuple[Tensor, Tensor]] = [(self._keys(layer[0]), layer[1]) for layer in self.storage]
+
+    def _keys(self, pages: Tensor) -> Tensor:
+        """On a CPU the keys of a page lie dimension by dimension, as the scores of 16 keys at once want them."""
+        if not self._on_cpu:
+            return pages
+        num_pages, kv_heads, page_tokens, head_dim = pages.shape
+        return pages.view(num_pages, kv_heads, head_dim, page_tokens).transpose(2, 3)
 
     @staticmethod
     def page_bytes(*, num_layers: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> int:
         return 2 * num_layers * kv_heads * page_tokens * head_dim * dtype.itemsize
-
-    def clear_pages(self, pages: IntArray) -> None:
-        """Make fresh pages finite before a slot writes them: the torch twins multiply masked cells by 0, and 0 * NaN is NaN.
-        The Triton kernels never load masked cells."""
-        if self._on_cpu and len(pages):
-            self.storage.index_fill_(2, torch.from_numpy(pages.astype(np.int64)), 0)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """i64[n] each; all sources are read before any target is written."""

@@ -45,6 +45,10 @@ def load(config: Config) -> Loaded:
     decoder = load_decoder(
         spec, source, ops.load(device), dtype=dtype, device=device, max_model_len=memory.max_model_len, quant=quant
     )
+    if device.type == "cpu":
+        from gpu_worker import cpu  # only here: it imports numba, which no GPU needs
+
+        cpu.prepare(dtype, config.cache_dir)
     runner = Runner(decoder, memory, dtype, device)
     log.info("memory plan: %s", memory.text, extra={"device": str(device), "dtype": str(dtype).removeprefix("torch.")})
     return Loaded(runner, memory, model_folder.fingerprint(folder))
@@ -64,6 +68,8 @@ def _device(config: Config) -> torch.device:
 
 
 def _dtype(config: Config, checkpoint: torch.dtype, device: torch.device, *, quantized: bool = False) -> torch.dtype:
+    if device.type == "cpu" and config.dtype == "float16":
+        raise BadConfig("dtype = 'float16': a CPU computes in bfloat16 or float32")
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if device.type == "cpu" and quantized and can_pack(torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Which implementation of the operations runs: kernels/ (Triton) on a GPU, reference/ (torch) elsewhere, name for name."""
+"""Which implementation of the operations runs: kernels/ (Triton) on a GPU, cpu/ (numba) elsewhere, name for name."""
 
 import importlib
 from typing import Protocol, cast
@@ -51,5 +51,5 @@ class Ops(Protocol):
 
 
 def load(device: torch.device) -> Ops:
-    name = "gpu_worker.kernels.table" if device.type == "cuda" else "gpu_worker.reference"
+    name = "gpu_worker.kernels.table" if device.type == "cuda" else "gpu_worker.cpu"
     return cast(Ops, importlib.import_module(name))

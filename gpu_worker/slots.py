@@ -80,7 +80,7 @@ class Slots:
         self._edit(plan.edit_counts, plan.edits)
         if not staged:
             self._remember(plan.history_counts, plan.history)
-        self._write_pages(plan.page_writes, cache, upload_too)
+        self._write_pages(plan.page_writes, upload_too)
         if plan.page_copies:
             copies = i32_table(plan.page_copies, 2)
             cache.copy_pages(
@@ -131,7 +131,7 @@ class Slots:
             self.tokens[slot, first : first + count] = upload(ids[start : start + count].copy(), self.device)
             start += count
 
-    def _write_pages(self, column: bytes, cache: KVCache, upload_too: bool) -> None:
+    def _write_pages(self, column: bytes, upload_too: bool) -> None:
         if not column:
             return
         slots, indexes, pages = i32_table(column, 3).T
@@ -139,9 +139,6 @@ class Slots:
         if upload_too:
             where = (upload(slots.astype(np.int64), self.device), upload(indexes.astype(np.int64), self.device))
             self.page_table[where] = upload(pages.copy(), self.device)
-        # Pages that this slot will write (the others hold its cached prefix).
-        fresh = pages[indexes.astype(np.int64) * self.page_tokens >= self.host_lengths[slots]]
-        cache.clear_pages(fresh)
 
     # --- what a step leaves behind ----------------------------------------------------------------------------------------
 

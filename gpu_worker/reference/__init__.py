@@ -1,4 +1,4 @@
-"""Torch twins of the kernels: the same names and signatures as kernels/. They are the backend where there is no GPU."""
+"""Torch twins of the kernels: the same names and signatures, plain enough to believe. A CPU samples with this `sample`."""
 
 from gpu_worker.reference.attention import attention
 from gpu_worker.reference.elementwise import add_rms_norm, rms_norm, silu_mul

@@ -16,6 +16,8 @@ PACKAGES = (*ROLES, "quire", "shared")
 OWNERS = {
     "torch": ("gpu_worker",),
     "triton": ("gpu_worker",),
+    "numba": ("gpu_worker",),
+    "llvmlite": ("gpu_worker",),
     "transformers": ("gpu_worker",),
     "safetensors": ("gpu_worker",),
     "gguf": ("gpu_worker",),
@@ -108,7 +110,7 @@ def test_a_role_without_a_gpu_never_loads_torch(role: str) -> None:
     assert modules
     loaded = modules_after("import " + ", ".join(modules))
     assert role in loaded
-    assert not loaded & {"torch", "triton", "transformers", "quire", *(set(ROLES) - {role})}
+    assert not loaded & {"torch", "triton", "numba", "transformers", "quire", *(set(ROLES) - {role})}
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "version"])
@@ -118,4 +120,4 @@ def test_a_command_starts_without_heavy_imports(command: str) -> None:
     )
     loaded = modules_after(statement)
     assert "quire" in loaded
-    assert not loaded & {"torch", "triton", "transformers", "aiohttp", "zmq", "pydantic", "numpy"}
+    assert not loaded & {"torch", "triton", "numba", "transformers", "aiohttp", "zmq", "pydantic", "numpy"}

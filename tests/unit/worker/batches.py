@@ -29,6 +29,16 @@ class Case:
         k, v = (cache[pages].transpose(1, 2).flatten(0, 1)[:length] for cache in (self.k_cache, self.v_cache))
         return k, v
 
+    def on_cpu(self) -> tuple[Tensor, Tensor]:
+        """The caches as a worker on a CPU has them: keys dimension by dimension, NaN in every cell that holds no key."""
+        live = torch.zeros(self.k_cache.shape[0], self.k_cache.shape[2], dtype=torch.bool)
+        for slot, length in zip(self.batch.host_row_slots.tolist(), self.batch.host_context_lens.tolist(), strict=True):
+            for position in range(length):
+                page = self.slots.host_page_table[slot, position // live.shape[1]]
+                live[page, position % live.shape[1]] = True
+        k, v = (torch.where(live[:, None, :, None], cache, torch.nan) for cache in (self.k_cache, self.v_cache))
+        return k.transpose(2, 3).contiguous().transpose(2, 3), v.contiguous()
+
 
 def make_case(
     prefill: list[tuple[int, int]],

@@ -1,11 +1,11 @@
-"""The attention twin against a float64 reference: head ratios, windows, page edges, shared prefixes, poisoned pages."""
+"""The CPU's attention and the twin against a float64 reference: head ratios, windows, page edges, prefixes, poisoned cells."""
 
 import random
 
 import pytest
 import torch
 
-from gpu_worker import reference
+from gpu_worker import cpu, reference
 from tests import kernel_reference
 from tests.unit.worker.batches import Case, make_case, new_tokens
 
@@ -20,14 +20,18 @@ def check(case: Case, q_heads: int, *, window: int = 0, soft_cap: float = 0.0, d
     out = reference.attention(
         q, k_new, v_new, case.k_cache, case.v_cache, batch, batch.page_table, scale, window, soft_cap
     )  # fmt: skip
-    assert out.shape == q.shape and out.dtype == dtype
     assert torch.equal(case.k_cache.nan_to_num(7), before.nan_to_num(7))
+    batch.memo.clear()
+    compiled = cpu.attention(q, k_new, v_new, *case.on_cpu(), batch, batch.page_table, scale, window, soft_cap)
+    assert out.shape == compiled.shape == q.shape and out.dtype == compiled.dtype == dtype
     start = 0
     for row, query_len in enumerate(batch.host_query_lens.tolist()):
         k, v = case.context(row)
-        expected = kernel_reference.attention(q[start : start + query_len], k, v, scale, window, soft_cap)
+        rows = slice(start, start + query_len)
+        expected = kernel_reference.attention(q[rows], k, v, scale, window, soft_cap)
         tolerance = 2e-6 if dtype == torch.float32 else 1.5e-2
-        assert kernel_reference.error(out[start : start + query_len], expected) < tolerance, f"row {row}"
+        assert kernel_reference.error(out[rows], expected) < tolerance, f"row {row}"
+        assert kernel_reference.error(compiled[rows], expected) < tolerance, f"row {row} compiled"
         start += query_len
 
 
