@@ -15,6 +15,8 @@ _REGISTRATION = struct.Struct("<i16s")
 
 NO_ROWS = DecodeRows([], [], b"", b"")
 
+CRUMB_SHARE = 8  # a piece of at most this part of what goes with it is not worth a cut
+
 
 class PrefillRow(NamedTuple):
     sequence: Sequence
@@ -26,20 +28,36 @@ class PrefillRow(NamedTuple):
 class PlanBuilder:
     """A plan being made: what it changes and how much more it can carry. Only what is bound at the end goes into it."""
 
-    __slots__ = ("budget", "grown", "opened", "prefills", "replica")
+    __slots__ = ("budget", "grown", "opened", "prefills", "replica", "room")
 
     def __init__(self, replica: Replica, budget: int) -> None:
         self.replica = replica
-        self.budget = budget  # prefill tokens it may still take
+        self.budget = budget  # prefill tokens it should still take
+        self.room = budget  # and those that it can
         self.opened: list[Sequence] = []
         self.grown: list[tuple[Sequence, int, int]] = []  # (sequence, generation, index in its pages)
         self.prefills: list[PrefillRow] = []
 
+    def piece(self, num_tokens: int) -> int:
+        """How many of a prefill's num_tokens this plan takes; 0: none, it had better wait for the next.
+
+        The keys of earlier pieces are read more slowly than those of the piece itself. So a small rest comes along (within
+        room), and what would begin with a crumb behind other prefills waits.
+        """
+        if num_tokens <= min(self.budget + self.budget // CRUMB_SHARE, self.room):
+            return num_tokens
+        taken = sum(row.num_tokens for row in self.prefills)
+        return 0 if self.budget < taken // CRUMB_SHARE else min(num_tokens, self.budget)
+
     def add_prefill(self, seq: Sequence) -> None:
-        """The next tokens of its prefill, as many as fit. Its full pages can be shared from now on, also in this plan."""
-        count = min(seq.prefill_left, self.budget)
+        """The next tokens of its prefill. Its full pages can be shared from now on, also in this plan."""
+        count = self.piece(seq.prefill_left)
+        if count == 0:
+            self.budget = 0
+            return
         self.prefills.append(PrefillRow(seq, seq.computed, count, count == seq.prefill_left and seq.max_new > 0))
         self.budget -= count
+        self.room -= count
         seq.computed += count
         self.replica.register(seq, seq.computed)
 

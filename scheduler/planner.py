@@ -31,6 +31,7 @@ def plan_round(cell: Cell, now: float) -> list[tuple[Replica, StepPlan]]:
     queued = cell.waiting.num_tokens // max(len(cell.replicas), 1)
     for replica, builder in builders.items():
         builder.budget = replica.chunk_budget.tokens(len(replica.decoding), queued + replica.backlog)
+        builder.room = replica.max_batched_tokens - len(replica.decoding)
     if cell.waiting:
         _admit(cell, builders, now)
     for replica, builder in builders.items():
@@ -119,6 +120,8 @@ def _admit(cell: Cell, builders: dict[Replica, PlanBuilder], now: float) -> None
         seq, place, urgency = choice
         builder = builders[place.replica]
         _add_prefills(builder, urgency, now)
+        if builder.budget > 0 and not builder.piece(len(seq.tokens) - len(place.matched) * place.replica.page_tokens):
+            builder.budget = 0
         if builder.budget > 0:
             _bind(cell, seq, place, now)
             builder.opened.append(seq)

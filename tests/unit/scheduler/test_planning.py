@@ -249,3 +249,32 @@ def test_decode_rows_always_fit_the_token_budget() -> None:
         assert sum(rows_of(small.plans[peer][0]).values()) <= 8
         small.answer()
     assert len(small.ends) == 29 and small.empty
+
+
+def test_prompts_are_cut_into_large_pieces() -> None:
+    small = SmallCell()
+    peer = small.join(num_slots=50, max_batched_tokens=4096, num_pages=4096, max_model_len=8192)
+    pieces: list[list[int]] = []
+    small.submit(1, list(range(10, 3810)), max_new=2)
+    small.submit(2, list(range(5000, 8900)), max_new=2)
+    while any(small.plans.values()):
+        pieces.append(read_i32(small.plans[peer][0].row_lens).tolist())
+        small.answer()
+    # 296 tokens of the second prompt would have fitted beside the first one.
+    assert [each for each in pieces if each] == [[3800], [3900]] and len(small.ends) == 2
+
+
+def test_a_small_rest_comes_along() -> None:
+    small = SmallCell()
+    peer = small.join(num_slots=50, max_batched_tokens=4096, num_pages=4096, max_model_len=8192)
+    small.submit(1, list(range(10, 20)), max_new=40)
+    small.answer()
+    budget = small.cell.replicas["r"].chunk_budget
+    budget.decode_us, budget.token_us = 1000.0, (MAX_GAP_US - 1000.0) / 1000  # 1,000 tokens a step
+    small.submit(2, list(range(100, 2200)), max_new=1)
+    pieces: list[list[int]] = []
+    while any(small.plans.values()) and len(pieces) < 5:
+        budget.decode_us, budget.token_us = 1000.0, (MAX_GAP_US - 1000.0) / 1000
+        pieces.append(read_i32(small.plans[peer][0].row_lens).tolist())
+        small.answer()
+    assert [each for each in pieces if each] == [[1000], [1100]]
