@@ -126,32 +126,32 @@ def tune_ints(x: Tensor, packed: list[PackedInts]) -> str:
     narrow = max(16, min(triton.next_power_of_2(rows), 64))
     widths = (narrow,) if rows <= 64 else (64, 128, 256)
     shapes = [
-        ({"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}, waves)
+        {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages, "waves": waves}
         for bm, bn, warps, stages, waves in itertools.product(
             widths, (32, 64, 128), (4, 8), (3, 4, 6), (1, 2, 4, 8) if rows <= 64 else (1,)
         )
         if bm * bn <= 2**14 and (bn >= 64 or warps == 4)
     ]
 
-    def runs(shape: dict[str, int], waves: int) -> list[Callable[[], object]]:
+    def runs(shape: dict[str, int]) -> list[Callable[[], object]]:
         return [
             lambda each=each: w4a16_linear._fused(  # type: ignore[misc]
-                x, each.words, each.scales, each.zeros, each.group, each.bits, None, out, shape, None, waves
+                x, each.words, each.scales, each.zeros, each.group, each.bits, None, out, shape
             )
             for each in packed
         ]
 
     with compiling_only():
-        for shape, waves in shapes:
-            runs(shape, waves)[0]()
+        for shape in shapes:
+            runs(shape)[0]()
     found: list[tuple[float, str]] = []
-    for shape, waves in shapes:
+    for shape in shapes:
         try:
-            runs(shape, waves)[0]()
+            runs(shape)[0]()
             if float((out.float() - right).norm()) > 0.01 * float(right.norm()):
-                print(f"  WRONG {shape} waves {waves}")
+                print(f"  WRONG {shape}")
                 continue
-            found.append((microseconds(runs(shape, waves)), f"{shape} waves {waves}"))
+            found.append((microseconds(runs(shape)), str(shape)))
         except Exception as error:
             print(f"  {shape}: {type(error).__name__}")
     return "\n".join(f"    {us:7.1f} us  {text}" for us, text in sorted(found)[:4])

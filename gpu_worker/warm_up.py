@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gpu_worker.graphs import DecodeGraphs
+from gpu_worker.kernels.gather_keys import MIN_PREFIX
 from gpu_worker.kernels.launch import compiling_only
 from gpu_worker.runner import Runner
 from shared.columns import i32
@@ -40,12 +41,17 @@ def _steps(runner: Runner, max_batched_tokens: int) -> None:
         length = min(length, runner.slots.max_model_len - 1, max_batched_tokens // max(num_rows, 1) - 1)
         if num_rows > 0 and length > 0:
             _run(runner, length, num_rows, 1, PLAIN)
+    for length in (8192, 1024, 512):  # chunks after a long prefix
+        if length < max_batched_tokens and length + MIN_PREFIX < runner.slots.max_model_len:
+            _run(runner, length, 1, 1, PLAIN, cached=MIN_PREFIX)
     for sampling in (PLAIN, FILTERED, PENALIZED):
         _run(runner, 1, 1, min(4, rows), sampling, grouped=True)
 
 
-def _run(runner: Runner, length: int, rows: int, decoding: int, sampling: Sampling, *, grouped: bool = False) -> None:
-    """One step of rows whole prompts and some decode rows; grouped: the latter share their first page."""
+def _run(
+    runner: Runner, length: int, rows: int, decoding: int, sampling: Sampling, *, cached: int = 0, grouped: bool = False
+) -> None:
+    """One step of rows prompts after a cached prefix and some decode rows; grouped: the latter share their first page."""
     page = runner.slots.page_tokens
     slots = range(1, rows + decoding + 1)
     nothing = {name: b"" for name in StepPlan._fields}
@@ -56,7 +62,7 @@ def _run(runner: Runner, length: int, rows: int, decoding: int, sampling: Sampli
         "num_chunk": 0,
         "num_last": rows,
         "num_decode": decoding,
-        "opens": b"".join(i32([slot, 0 if slot <= rows else page + 1]) + sampling.pack() for slot in slots),
+        "opens": b"".join(i32([slot, cached if slot <= rows else page + 1]) + sampling.pack() for slot in slots),
         "row_slots": i32(slots),
         "row_lens": i32([length] * rows),
         "tokens": i32([0] * rows * length),

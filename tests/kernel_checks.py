@@ -1,9 +1,12 @@
 """Checks of each kernel against its float64 reference, run small on a CPU (interpreter) and large on a GPU."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.kernels import adjust_logits, apply_plan, decode_schedule, filter_logits
+from gpu_worker.kernels import adjust_logits, apply_plan, decode_schedule, filter_logits, gather_keys
 from gpu_worker.kernels import sample as sampling
 from gpu_worker.kernels.attention_decode import attention_decode
 from gpu_worker.kernels.attention_prefill import attention_prefill
@@ -91,7 +94,7 @@ def check_prefill(
     soft_cap: float = 0.0,
     seed: int = 0,
     spare_pages: int = 7,
-    **options: int,
+    **options: Any,
 ) -> None:
     """rows: (cached prefix, new tokens). The new tokens' cells in the cache stay NaN: they come from k_new and v_new."""
     case = paged([prefix for prefix, _ in rows], kv_heads, head, page, dtype, device, None, spare_pages, seed)
@@ -117,6 +120,39 @@ def check_prefill(
         found = error(out[span], expected)
         assert found < tolerance(dtype), f"{row = } {rows[row] = } {found = }"
     assert out[sum(new) :].isnan().all(), "padding lines must not be written"
+
+
+def check_prefill_of_copies(
+    rows: list[tuple[int, int]],
+    q_heads: int,
+    kv_heads: int,
+    head: int,
+    page: int,
+    dtype: torch.dtype,
+    device: str,
+    **options: Any,
+) -> None:
+    """rows: (cached prefix, new tokens). Rows that gather_keys copies equal the same rows read through pages."""
+    case = paged([sum(each) for each in rows], kv_heads, head, page, dtype, device, None, 7, 0)
+    new = [count for _, count in rows]
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    q = torch.randn((sum(new), q_heads, head), device=device).to(dtype)
+    context = [case.context(row) for row in range(len(rows))]
+    k_new, v_new = (
+        torch.cat([each[which][prefix:] for each, (prefix, _) in zip(context, rows, strict=True)]).to(dtype) for which in (0, 1)
+    )
+    host = (case.row_slots.cpu().numpy(), np.array(new, np.int32), case.context_lens.cpu().numpy())
+    plan = gather_keys.plan_gather(*host, torch.device(device), min_queries=32, min_prefix=32)
+    assert plan is not None and (plan.starts < 0).any(), "some rows are copied, some are not"
+    copies = (*gather_keys.gather_keys(case.k_cache, case.v_cache, case.page_table, plan), plan.starts)
+    out = attention_prefill(
+        q, k_new, v_new, case.k_cache, case.v_cache, case.page_table, case.row_slots, starts, case.context_lens, head**-0.5,
+        copies=copies, **options,
+    )  # fmt: skip
+    for row, (keys, values) in enumerate(context):
+        span = slice(int(starts[row]), int(starts[row + 1]))
+        expected = reference.attention(q[span], keys, values, head**-0.5, 0, 0.0)
+        assert error(out[span], expected) < tolerance(dtype), f"{row = } {rows[row] = }"
 
 
 def check_norms(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> None:
@@ -294,8 +330,6 @@ def check_skinny(outputs: int, inputs: int, dtype: torch.dtype, device: str) -> 
 
 
 def check_apply_plan(device: str) -> None:
-    import numpy as np
-
     def column(*values: int) -> bytes:
         return np.array(values, np.int32).tobytes()
 

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from gpu_worker.kernels import fp8_linear, w4a16_linear
+from gpu_worker import reference
+from gpu_worker.kernels import fp8_linear, one_row, w4a16_linear
 from gpu_worker.quant.formats.words import in_order_groups
+from gpu_worker.quant.linear import ByteLinear
 from gpu_worker.quant.packed import PackedInts, pack
 from gpu_worker.quant.rounding import quantize_rows
 from gpu_worker.quant.scheme import Activations
@@ -88,3 +90,21 @@ def corner_rows(k: int, device: str) -> Tensor:
     x[1, 1], x[2, 2], x[3, 3], x[4, 4] = 1e-40, 6e4, float("inf"), float("nan")
     x[5] = torch.linspace(-448, 448, k).to(torch.float8_e4m3fn).float()
     return x.to(device)
+
+
+def check_one_row(matrix: ByteLinear, weight: Tensor, dtype: torch.dtype) -> None:
+    """The products of one_row with their neighbours. weight f64[N, K]: what the matrix stands for."""
+    device = weight.device.type
+    outputs, inputs = weight.shape
+    x, residual = (noise(1, size, device=device, seed=size).to(dtype) for size in (inputs, outputs))
+    gain = noise(inputs, device=device, seed=3).to(dtype)
+    product = x.double() @ weight.T
+    normed = reference.rms_norm(x.float(), gain.float(), 1e-5).double() @ weight.T
+    gate, up = normed.chunk(2, -1)
+    assert relative_error(one_row.product(matrix, x), product) < TOLERANCE[dtype]
+    assert relative_error(one_row.product(matrix, x, gain=gain, eps=1e-5), normed) < TOLERANCE[dtype]
+    fused = one_row.product(matrix, x, gain=gain, eps=1e-5, silu=True)
+    assert relative_error(fused, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
+    expected = product + residual.double()
+    assert one_row.product(matrix, x, residual=residual, out=residual) is residual
+    assert relative_error(residual, expected) < TOLERANCE[dtype]

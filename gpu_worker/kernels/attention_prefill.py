@@ -4,6 +4,8 @@ FlashAttention-2 (Dao, 2023) with the query heads of one key head packed into th
 token m // GROUP, so short chunks fill the tensor cores and keys are read once for all their heads. Per tile:
 
     [0, prefix) pages   [0, whole) new keys every line sees   [whole, end) new keys under the causal mask
+
+A row whose keys gather_keys has copied reads all of them as new ones.
 """
 
 import torch
@@ -71,7 +73,7 @@ def _new_keys(
 
 @triton.jit(
     do_not_specialize=["num_rows", "window"],
-    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens"],
+    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens", "copied_starts"],
 )
 def _attention_prefill(
     q,
@@ -84,6 +86,9 @@ def _attention_prefill(
     row_slots,
     query_starts,
     context_lens,
+    k_copied,
+    v_copied,
+    copied_starts,
     num_rows,
     scale,
     soft_cap,
@@ -107,6 +112,7 @@ def _attention_prefill(
     PAGED_STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -146,7 +152,22 @@ def _attention_prefill(
     if HAS_WINDOW:
         lowest = tl.maximum(prefix + first_line - window + 1, 0)
         lowest = (lowest // PAGE) * PAGE
-    for first in tl.range(lowest, prefix, PAGED_N, num_stages=PAGED_STAGES):
+    k_row = k_new + begin.to(tl.int64) * new_stride + kv_head * HEAD
+    v_row = v_new + begin.to(tl.int64) * new_stride + kv_head * HEAD
+    paged = prefix
+    if HAS_COPIES:
+        # Selected without a branch, so that the compiler still knows how addresses are aligned.
+        start = tl.load(copied_starts + row)
+        copied = start >= 0
+        place = tl.maximum(start, 0).to(tl.int64) * (KV_HEADS * HEAD) + kv_head * HEAD
+        k_row = tl.where(copied, k_copied + place, k_row)
+        v_row = tl.where(copied, v_copied + place, v_row)
+        new_stride = tl.where(copied, KV_HEADS * HEAD, new_stride)
+        paged = tl.where(copied, 0, prefix)
+        first_line += prefix - paged
+        line_token += prefix - paged
+        new_tokens += prefix - paged
+    for first in tl.range(lowest, paged, PAGED_N, num_stages=PAGED_STAGES):
         # Token t is cell t % PAGE of page table[t // PAGE]; page ids become 64-bit before the multiplication.
         token = first + tl.arange(0, PAGED_N)
         live = token < prefix
@@ -163,8 +184,6 @@ def _attention_prefill(
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
 
     # This step's keys, indexed by token of the row.
-    k_row = k_new + begin.to(tl.int64) * new_stride + kv_head * HEAD
-    v_row = v_new + begin.to(tl.int64) * new_stride + kv_head * HEAD
     whole = ((first_line + 1) // BLOCK_N) * BLOCK_N
     lowest = 0
     if HAS_WINDOW:
@@ -208,6 +227,7 @@ def attention_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     out: Tensor | None = None,
+    copies: tuple[Tensor, Tensor, Tensor] | None = None,
     block_m: int = 0,
     block_n: int = 0,
     stages: int = 3,
@@ -220,7 +240,8 @@ def attention_prefill(
     q: [T, hq, d] and k_new, v_new: [T, hkv, d], heads contiguous, tokens at any stride (k_new and v_new at one);
     k_cache, v_cache: [pages, hkv, page_tokens, d], read for the first context - new tokens of a row only;
     page_table: i32 [slots, max_pages]; row_slots: i32 [R]; query_starts: i32 [R + 1]; context_lens: i32 [R], after this
-    step; window: a token sees the last `window` tokens, itself included, 0: all -> [T, hq, d].
+    step; window: a token sees the last `window` tokens, itself included, 0: all; copies: keys and values [C, hkv, d] of rows
+    whose whole context was copied, and where a row's begin, i32 [R], -1: not copied -> [T, hq, d].
     """
     tokens, q_heads, head = q.shape
     _, kv_heads, page_tokens, _ = k_cache.shape
@@ -247,6 +268,7 @@ def attention_prefill(
         row_slots,
         query_starts,
         context_lens,
+        *(copies or (k_new, v_new, context_lens)),
         rows,
         scale if soft_cap else scale * 1.4426950408889634,
         soft_cap,
@@ -270,6 +292,7 @@ def attention_prefill(
         PAGED_STAGES=paged_stages,
         HAS_WINDOW=window > 0,
         HAS_CAP=soft_cap > 0,
+        HAS_COPIES=copies is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps,
     )

@@ -139,16 +139,19 @@ def byte_linear(
         return torch._scaled_mm(x, values.t(), x_scales, scales, bias=bias, out_dtype=dtype)
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     if m:
-        _fused(x, x_scales, values, scales, block, bias, out, _shape(m))
+        _fused(x, x_scales, values, scales, block, bias, out, _shape(m, n))
     return out
 
 
-def _shape(rows: int) -> dict[str, int]:
+def _shape(rows: int, n: int) -> dict[str, int]:
+    """Tile sizes, launch options and waves of programs. W [n, K]."""
     if rows <= 16:
-        return {"BM": 16, "BN": 64, "BK": 256, "SWAP": 1, "num_warps": 4, "num_stages": 4}
+        return {"BM": 16, "BN": 64, "BK": 256, "SWAP": 1, "num_warps": 4, "num_stages": 4, "waves": 4}
     if rows <= SKINNY_ROWS:
-        return {"BM": 64, "BN": 128, "BK": 128, "SWAP": 1, "num_warps": 4, "num_stages": 4}
-    return {"BM": 128, "BN": 128, "BK": 128, "SWAP": 0, "num_warps": 8, "num_stages": 3}
+        wide = n > 8192
+        return {"BM": 64, "BN": 128 if wide else 64, "BK": 128, "SWAP": 1, "num_warps": 4, "num_stages": 4,
+                "waves": 1 if wide else 2}  # fmt: skip
+    return {"BM": 128, "BN": 128, "BK": 128, "SWAP": 0, "num_warps": 8, "num_stages": 3, "waves": 1}
 
 
 def _fused(
@@ -158,12 +161,13 @@ def _fused(
     (m, k), n = x.shape, values.shape[0]
     blocked = scales.shape[0] > 1 or x_scales.shape[1] > 1
     shape = dict(shape)
+    waves = shape.pop("waves")
     if blocked:
         while block % shape["BK"]:
             shape["BK"] //= 2
     steps = triton.cdiv(k, shape["BK"])
     grid = (triton.cdiv(m, shape["BM"]), triton.cdiv(n, shape["BN"]))
-    split = choose_split(grid[0] * grid[1], steps, x.device) if m <= SKINNY_ROWS else 1
+    split = choose_split(grid[0] * grid[1], steps, x.device, waves) if m <= SKINNY_ROWS else 1
     parts = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else out
     _byte_linear[(*grid, split)](
         x, x_scales, values, scales, out if bias is None else bias, out, parts, counters(x.device),

@@ -13,11 +13,21 @@ from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previou
 
 
 @triton.jit
+def _tile(cells, inside, EVEN: tl.constexpr):
+    """A tile of weights, 0 where columns end (float8 has no constant to fill with: its columns must be even)."""
+    if EVEN:
+        return tl.load(cells)
+    else:
+        return tl.load(cells, mask=inside[None, :], other=0.0)
+
+
+@triton.jit
 def _skinny_linear(
     x,
     weight,
     gain,
     residual,
+    row_scales,
     out,
     outputs,
     eps,
@@ -27,6 +37,7 @@ def _skinny_linear(
     NORM: tl.constexpr,
     SILU: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -35,29 +46,33 @@ def _skinny_linear(
     line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = line < outputs
     column = tl.arange(0, BLOCK_K)
-    cells = weight + line.to(tl.int64)[:, None] * INPUTS + column[None, :]
+    cells = weight + tl.minimum(line, outputs - 1).to(tl.int64)[:, None] * INPUTS + column[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for first in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
-        mask = inside[:, None] & (first + column < INPUTS)[None, :]
-        w = tl.load(cells + first, mask=mask, other=0.0)
+        w = _tile(cells + first, first + column < INPUTS, INPUTS % BLOCK_K == 0)
         value = tl.load(x + first + column, mask=first + column < INPUTS, other=0.0).to(tl.float32)
         if NORM:
             squares += value * value
             value *= tl.load(gain + first + column, mask=first + column < INPUTS, other=0.0).to(tl.float32)
         sums += w.to(tl.float32) * value[None, :]
         if SILU:
-            up = tl.load(cells + outputs * INPUTS + first, mask=mask, other=0.0)
+            up = _tile(cells + outputs * INPUTS + first, first + column < INPUTS, INPUTS % BLOCK_K == 0)
             ups += up.to(tl.float32) * value[None, :]
     release_next(PDL)
     y = tl.sum(sums, 1)
+    if SCALED:
+        y *= tl.load(row_scales + line, mask=inside, other=0.0)
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
         y *= scale
     if SILU:
-        y = y / (1.0 + tl.exp(-y)) * (tl.sum(ups, 1) * scale)
+        up = tl.sum(ups, 1) * scale
+        if SCALED:
+            up *= tl.load(row_scales + outputs + line, mask=inside, other=0.0)
+        y = y / (1.0 + tl.exp(-y)) * up
     if RESIDUAL:
         y += tl.load(residual + line, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + line, y.to(out.dtype.element_ty), mask=inside)
@@ -71,6 +86,7 @@ def skinny_linear(
     silu: bool = False,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    row_scales: Tensor | None = None,
     block_n: int = 0,
     block_k: int = 0,
     warps: int = 4,
@@ -79,7 +95,8 @@ def skinny_linear(
     """x: [1, K] times weight [N, K] -> [1, N], float32 sums.
 
     gain [K]: x is replaced by its RMS norm with this gain; silu: the weight is [gate: N / 2 | up: N / 2] and the result
-    silu(gate) * up, [1, N / 2]; residual [1, N]: added; out may be the residual.
+    silu(gate) * up, [1, N / 2]; residual [1, N]: added; out may be the residual; row_scales f32 [N]: of the weight's rows,
+    which may then be float8 (K a multiple of the tile).
     """
     inputs = x.shape[1]
     outputs = weight.shape[0] // 2 if silu else weight.shape[0]
@@ -90,8 +107,9 @@ def skinny_linear(
         # Measured on an H200: long tiles for few outputs, square ones for many.
         block_n, block_k = (8, 512) if outputs <= 4096 and not silu else (16, 256)
     _skinny_linear[(triton.cdiv(outputs, block_n),)](
-        x, weight, gain if gain is not None else x, residual if residual is not None else x, out, outputs, eps,
+        x, weight, gain if gain is not None else x, residual if residual is not None else x,
+        row_scales if row_scales is not None else x, out, outputs, eps,
         INPUTS=inputs, BLOCK_N=block_n, BLOCK_K=block_k, NORM=gain is not None, SILU=silu,
-        RESIDUAL=residual is not None, STAGES=stages, num_warps=warps, **overlapped(x),
+        RESIDUAL=residual is not None, SCALED=row_scales is not None, STAGES=stages, num_warps=warps, **overlapped(x),
     )  # fmt: skip
     return out

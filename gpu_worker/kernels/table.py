@@ -16,6 +16,7 @@ from gpu_worker.kernels.attention_prefill import attention_prefill
 from gpu_worker.kernels.attention_shared import attention_shared
 from gpu_worker.kernels.decode_schedule import DecodeSchedule, Groups, allocate, schedule_decode
 from gpu_worker.kernels.filter_logits import FilterSpace, filter_thresholds
+from gpu_worker.kernels.gather_keys import GatherPlan, gather_keys, plan_gather
 from gpu_worker.kernels.logprobs import logprobs
 from gpu_worker.kernels.rms_norm import add_rms_norm, rms_norm
 from gpu_worker.kernels.sample import DrawSpace, draw
@@ -72,9 +73,11 @@ def attention(
     first = batch.first_decode_token
     if first:
         rows = batch.num_chunk + batch.num_last
+        plan = _gather_plan(batch, rows) if not window else None
+        copies = None if plan is None else (*gather_keys(k_cache, v_cache, page_table, plan), plan.starts)
         attention_prefill(
             q[:first], k_new[:first], v_new[:first], k_cache, v_cache, page_table, batch.row_slots[:rows],
-            batch.query_starts[: rows + 1], batch.context_lens[:rows], scale, window, soft_cap, out=out[:first],
+            batch.query_starts[: rows + 1], batch.context_lens[:rows], scale, window, soft_cap, out=out[:first], copies=copies,
         )  # fmt: skip
     if batch.num_decode:
         q = q[first:]
@@ -84,6 +87,16 @@ def attention(
             attention_shared(q, k_cache, v_cache, page_table, row_slots, planned.schedule, scale, soft_cap)
         attention_decode(q, k_cache, v_cache, page_table, planned.schedule, scale, soft_cap, out=out[first:])
     return out
+
+
+def _gather_plan(batch: Batch, rows: int) -> GatherPlan | None:
+    """Which prefill rows get their keys copied; made by the first layer that asks."""
+    if GatherPlan not in batch.memo:
+        device = batch.context_lens.device
+        lens = (batch.host_row_slots[:rows], batch.host_query_lens[:rows], batch.host_context_lens[:rows])
+        batch.memo[GatherPlan] = plan_gather(*lens, device)
+    plan: GatherPlan | None = batch.memo[GatherPlan]
+    return plan
 
 
 def plan_decode(

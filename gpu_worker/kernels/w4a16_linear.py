@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu_worker.kernels.split_k import choose_split, counters, finish_tile
 
 SKINNY_ROWS = 64
-UNPACK_ROWS = 768
+UNPACK_ROWS = 384
 UNPACK_ELEMENTS = 2**24  # of a slice of W: 32 MB
 PLANE = tl.constexpr(32)
 
@@ -75,8 +75,8 @@ def _plane_asm(words, zero, J: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _int_linear(
-    x, words, scales, zeros, bias, out, parts, arrived, x_stride, M, N, K, blocks, group,
-    BITS: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+    x, words, scales, zeros, bias, out, parts, arrived, x_stride, M, N, K, blocks,
+    GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     # x [M, K] rows of x_stride; words i16[blocks, N, 32]; scales, zeros [G, N]; out [M, N].
@@ -96,10 +96,21 @@ def _int_linear(
         word += N * PLANE
         for run in tl.static_range(PLANES // RUN):
             start = (block * PLANES + run * RUN) * PLANE
-            at = (start // group) * N + n
+            at = (start // GROUP) * N + n
             offset = _offset(zeros, at, n_inside, BITS, TOP, HAS_ZEROS, BN).to(dtype if ASM else tl.float32)
             of_group = tl.zeros((BN, BM), tl.float32)
-            for j in tl.static_range(RUN):
+            if RUN == 4:
+                # One product of 128 columns: the matrix unit is waited for once.
+                k = start + tl.arange(0, 4 * PLANE)
+                if EVEN_K:
+                    x_tile = tl.load(x_row + k[:, None], mask=m_inside[None, :], other=0.0)
+                else:
+                    x_tile = tl.load(x_row + k[:, None], mask=m_inside[None, :] & (k < K)[:, None], other=0.0)
+                low = tl.join(_plane(packed, offset, 0, BITS, dtype, ASM), _plane(packed, offset, 1, BITS, dtype, ASM))
+                high = tl.join(_plane(packed, offset, 2, BITS, dtype, ASM), _plane(packed, offset, 3, BITS, dtype, ASM))
+                weight = tl.reshape(tl.permute(tl.join(low, high), (0, 3, 2, 1)), (BN, 4 * PLANE))
+                of_group = tl.dot(weight, x_tile, of_group, input_precision="ieee")
+            for j in tl.static_range(RUN if RUN < 4 else 0):
                 k = start + j * PLANE + i
                 if EVEN_K:
                     x_tile = tl.load(x_row + k[:, None], mask=m_inside[None, :], other=0.0)
@@ -166,7 +177,7 @@ def w4a16_linear(
     if rows > unpack_rows_from:
         _unpacked(x, words, scales, zeros, group, bits, bias, out)
     elif rows:
-        _fused(x, words, scales, zeros, group, bits, bias, out, _shape(rows))
+        _fused(x, words, scales, zeros, group, bits, bias, out, _shape(rows, out.shape[1], x.shape[1]))
     return out
 
 
@@ -186,23 +197,26 @@ def _unpacked(
             torch.addmm(bias[first : first + step], x, weight.t(), out=part)
 
 
-def _shape(rows: int) -> dict[str, int]:
-    """Tile sizes and launch options of this many rows of x."""
+def _shape(rows: int, n: int, k: int) -> dict[str, int]:
+    """Tile sizes, launch options and waves of programs, as measured on an H200. W [n, k]."""
     if rows <= 16:
-        return {"BM": 16, "BN": 64, "num_warps": 4, "num_stages": 4}
+        return {"BM": 16, "BN": 64, "num_warps": 4, "num_stages": 3, "waves": 8 if k <= 8192 else 4}
     if rows <= 32:
-        return {"BM": 32, "BN": 128, "num_warps": 4, "num_stages": 4}
+        return {"BM": 32, "BN": 64, "num_warps": 4, "num_stages": 3, "waves": 2 if n > 8192 else 4}
     if rows <= SKINNY_ROWS:
-        return {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 3}
-    return {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 3}
+        wide = n > 8192
+        return {"BM": 64, "BN": 128 if wide else 64, "num_warps": 4, "num_stages": 3, "waves": 1 if wide else 2}
+    return {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 3, "waves": 1}
 
 
 def _fused(
     x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, bias: Tensor | None, out: Tensor,
-    shape: dict[str, int], asm: bool | None = None, waves: int = 4,
+    shape: dict[str, int], asm: bool | None = None,
 ) -> None:  # fmt: skip
     (m, k), (blocks, n, _) = x.shape, words.shape
     planes = 16 // bits
+    shape = dict(shape)
+    waves = shape.pop("waves")
     tiles = triton.cdiv(m, shape["BM"]) * triton.cdiv(n, shape["BN"])
     split = choose_split(tiles, blocks, x.device, waves) if m <= SKINNY_ROWS else 1
     parts = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else out
@@ -210,7 +224,7 @@ def _fused(
     asm = on_gpu and bits == 4 and x.dtype in (torch.bfloat16, torch.float16) if asm is None else asm
     _int_linear[(triton.cdiv(m, shape["BM"]), triton.cdiv(n, shape["BN"]), split)](
         x, words, scales, scales if zeros is None else zeros, out if bias is None else bias, out, parts, counters(x.device),
-        x.stride(0), m, n, k, blocks, group,
+        x.stride(0), m, n, k, blocks, GROUP=group,
         BITS=bits, RUN=min(group // 32, planes), SPLIT=split, EVEN_K=k == blocks * 32 * planes, HAS_ZEROS=zeros is not None,
         HAS_BIAS=bias is not None, ASM=asm, **shape,
     )  # fmt: skip

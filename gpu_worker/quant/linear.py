@@ -129,29 +129,27 @@ class ByteLinear:
     """Weights of one byte (int8 or float8), inputs rounded to the same kind."""
 
     def __init__(self, weight: ByteWeight, bias: Tensor | None, device: torch.device) -> None:
-        self._values = weight.values.to(device).contiguous()  # [N, K]
-        self._scales = weight.scales.t().contiguous().to(device)  # f32[blocks, N]
+        self.values = weight.values.to(device).contiguous()  # [N, K]
+        self.scales = weight.scales.t().contiguous().to(device)  # f32[blocks, N]
         self._block = weight.block
-        self._how = weight.activations
+        self.how = weight.activations
         self._input_scale = None if weight.input_scale is None else weight.input_scale.to(device)
-        self._bias = bias
+        self.bias = bias
         self._kernels = importlib.import_module("gpu_worker.kernels.fp8_linear") if device.type == "cuda" else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._how is None or x.shape[0] == 0:
-            return byte_weight_linear(x, self._values, self._scales, self._block, self._bias)
+        if self.how is None or x.shape[0] == 0:
+            return byte_weight_linear(x, self.values, self.scales, self._block, self.bias)
         if self._kernels is not None:
-            rounded, x_scales = self._kernels.quantize_rows(x, self._how, self._input_scale)
-            y: Tensor = self._kernels.byte_linear(
-                rounded, x_scales, self._values, self._scales, self._block, self._bias, x.dtype
-            )
+            rounded, x_scales = self._kernels.quantize_rows(x, self.how, self._input_scale)
+            y: Tensor = self._kernels.byte_linear(rounded, x_scales, self.values, self.scales, self._block, self.bias, x.dtype)
             return y
-        rounded, x_scales = quantize_rows(x, self._how, self._input_scale)
-        return byte_linear(rounded, x_scales, self._values, self._scales, self._block, self._bias, x.dtype)
+        rounded, x_scales = quantize_rows(x, self.how, self._input_scale)
+        return byte_linear(rounded, x_scales, self.values, self.scales, self._block, self.bias, x.dtype)
 
     @property
     def num_bytes(self) -> int:
-        return _size(self._values, self._scales, self._input_scale, self._bias)
+        return _size(self.values, self.scales, self._input_scale, self.bias)
 
 
 def byte_linear(

@@ -78,6 +78,14 @@ def test_prefill_chunks(new: int) -> None:
     checks.check_prefill([(0, new), (77, new)], 8, 2, 128, 16, BF16, "cuda")
 
 
+@pytest.mark.parametrize(
+    "rows", [[(2000, 1500), (300, 20), (0, 700)], [(9000, 9000), (40, 1)], [(1024, 64), (31, 64), (640, 33)]]
+)
+@pytest.mark.parametrize("page", [16, 64])
+def test_prefill_of_copied_keys(rows: list[tuple[int, int]], page: int) -> None:
+    checks.check_prefill_of_copies(rows, 8, 2, 128, page, BF16, "cuda")
+
+
 @pytest.mark.parametrize("window", [16, 127, 128, 129, 1000])
 def test_prefill_window(window: int) -> None:
     checks.check_prefill([(0, 700), (900, 300), (window, 5)], 8, 2, 128, 16, BF16, "cuda", window)

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from gpu_worker.kernels import one_row
 from gpu_worker.quant.formats.fp8 import quantize
-from gpu_worker.quant.linear import quantized_linear
+from gpu_worker.quant.linear import ByteLinear, IntLinear, quantized_linear
 from gpu_worker.quant.scheme import Activations
 from tests.quant_kernel_checks import (
     check_byte_linear,
     check_int_linear,
+    check_one_row,
     check_rounding,
     corner_rows,
     noise,
@@ -63,6 +65,14 @@ def test_rounding(kind: str) -> None:
         check_rounding(noise(9, 1000, device="cuda"), Activations(kind="float", granularity="group", group=128))
 
 
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (194, 1024)])
+def test_float8_of_one_row(n: int, k: int) -> None:
+    weight = quantize(noise(n, k, device="cuda"))
+    matrix = ByteLinear(weight, None, torch.device("cuda"))
+    assert one_row.known(matrix)
+    check_one_row(matrix, weight.dequantize().double(), BF16)
+
+
 def test_zero_rows_and_bystanders() -> None:
     """B59: in one product, a NaN row spoils no other, zeros stay zeros, an infinite row is finite."""
     weight = quantize(noise(256, 500, device="cuda"))
@@ -76,8 +86,6 @@ def test_zero_rows_and_bystanders() -> None:
 def test_inside_a_cuda_graph() -> None:
     packed = random_ints(1024, 1024, 128, bits=4, zeros=True, act_order=False, device="cuda")
     weight = quantize(noise(1024, 1024, device="cuda"))
-    from gpu_worker.quant.linear import IntLinear
-
     first, second = IntLinear(packed, None), quantized_linear([weight], None, torch.device("cuda"), BF16)
     x = noise(4, 1024, device="cuda").to(BF16)
     eager = second(first(x))

@@ -62,6 +62,11 @@ def test_prefill(q_heads: int, kv_heads: int, head: int, window: int) -> None:
     checks.check_prefill([(0, 37), (21, 1), (48, 40)], q_heads, kv_heads, head, 16, F32, DEVICE, window)
 
 
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head"), [(4, 2, 64), (3, 1, 80)])
+def test_prefill_of_copied_keys(q_heads: int, kv_heads: int, head: int) -> None:
+    checks.check_prefill_of_copies([(0, 37), (70, 40), (50, 3), (33, 32)], q_heads, kv_heads, head, 16, F32, DEVICE)
+
+
 def test_prefill_soft_cap_f16() -> None:
     checks.check_prefill([(33, 70)], 4, 2, 64, 16, F16, DEVICE, soft_cap=3.0)
 

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
+from gpu_worker.quant.formats.fp8 import quantize
+from gpu_worker.quant.linear import ByteLinear
 from gpu_worker.quant.scheme import Activations
-from tests.quant_kernel_checks import check_byte_linear, check_int_linear, check_rounding, corner_rows, random_ints
+from tests.quant_kernel_checks import (
+    check_byte_linear,
+    check_int_linear,
+    check_one_row,
+    check_rounding,
+    corner_rows,
+    noise,
+    random_ints,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes with numpy, which warns of overflow to infinity; the kernels mean it.
@@ -39,6 +49,11 @@ def test_int_linear_unpacked(dtype: torch.dtype, bias: bool) -> None:
     packed = random_ints(48, 250, 64, bits=4, zeros=True, act_order=False, device=DEVICE)
     check_int_linear(5, packed, dtype, bias=bias, unpacked=True)
     check_int_linear(5, packed, dtype, bias=bias)
+
+
+def test_float8_of_one_row() -> None:
+    weight = quantize(noise(38, 1024, device=DEVICE))
+    check_one_row(ByteLinear(weight, None, torch.device(DEVICE)), weight.dequantize().double(), torch.float32)
 
 
 def test_no_rows() -> None:
