@@ -7,6 +7,7 @@ import signal
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shared import config as settings
 from shared import model_folder
 from shared.config import FATAL_EXIT, BadConfig, Config
 from shared.model_folder import ModelError
+from shared.output import STDERR, STDOUT, Output
 
 DRAIN_S = 30.0  # how long streams may still run after the first Ctrl-C
 END_S = 5.0  # how long the scheduler and the workers may take to end after that
@@ -56,9 +58,14 @@ async def _serve(config: Config, folder: Path) -> int:
     """Run the roles until a signal or a role that cannot be kept alive."""
     started = time.monotonic()
     processes = roles.make_roles(config, gateway=True)
+    output = Output(STDERR)
+
+    def say(text: str) -> None:
+        output.write(f"quire: {text}\n")
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    supervisor = Supervisor(processes, say=_say)
+    supervisor = Supervisor(processes, say=say, write=output.write)
 
     def on_signal() -> None:
         if stop.is_set():
@@ -67,8 +74,8 @@ async def _serve(config: Config, folder: Path) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    _say(f"starting {', '.join(role.name for role in processes)}; the model is {config.served_model_name} from {folder}")
-    announcer = asyncio.create_task(_announce(config, folder, supervisor, started))
+    say(f"starting {', '.join(role.name for role in processes)}; the model is {config.served_model_name} from {folder}")
+    announcer = asyncio.create_task(_announce(config, folder, supervisor, started, say))
     stopped = asyncio.create_task(stop.wait())
     try:
         ends: list[asyncio.Future[Any]] = [stopped, supervisor.failed, announcer]
@@ -76,9 +83,9 @@ async def _serve(config: Config, folder: Path) -> int:
         if announcer.done():  # it never returns by itself
             announcer.result()
         if supervisor.failed.done():
-            print(f"quire: error: {supervisor.failed.result()}", file=sys.stderr)
+            say(f"error: {supervisor.failed.result()}")
             return FATAL_EXIT
-        _say("draining: streams may end, nothing new is accepted; Ctrl-C again ends at once")
+        say("draining: streams may end, nothing new is accepted; Ctrl-C again ends at once")
         await supervisor.stop(["gateway"], DRAIN_S)
         await supervisor.stop([name for name in supervisor.roles if name not in ("gateway", "scheduler")], END_S)
         await supervisor.stop(["scheduler"], END_S)
@@ -89,18 +96,18 @@ async def _serve(config: Config, folder: Path) -> int:
         await supervisor.close()
 
 
-async def _announce(config: Config, folder: Path, supervisor: Supervisor, started: float) -> None:
+async def _announce(config: Config, folder: Path, supervisor: Supervisor, started: float, say: Callable[[str], None]) -> None:
     """Watch /ready; print the address when the server first answers, and a line whenever it is ready again."""
     ready = False
     while True:
         was, ready = ready, await _is_ready(config)
         if ready and not was:
             if supervisor.was_ready:
-                _say("ready again")
+                say("ready again")
             else:
-                print(_banner(config, folder, time.monotonic() - started), flush=True)
+                Output(STDOUT).write(_banner(config, folder, time.monotonic() - started))
         elif was and not ready:
-            _say("not ready")
+            say("not ready")
         if ready:
             supervisor.mark_ready()
         await asyncio.sleep(POLL_S if not ready else 4 * POLL_S)
@@ -137,7 +144,7 @@ def _banner(config: Config, folder: Path, start_s: float) -> str:
     else:
         path, body["prompt"] = "completions", "The capital of France is"
     curl = f"curl {base}/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
-    return f"\nReady in {start_s:.1f} s: {base}  model {config.served_model_name}\n\n  {curl}\n\nCtrl-C drains and ends.\n"
+    return f"\nReady in {start_s:.1f} s: {base}  model {config.served_model_name}\n\n  {curl}\n\nCtrl-C drains and ends.\n\n"
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -145,7 +152,3 @@ def has_chat_template(folder: Path) -> bool:
         return True
     path = folder / "tokenizer_config.json"
     return path.is_file() and bool(model_folder.read_json(path).get("chat_template"))
-
-
-def _say(text: str) -> None:
-    print(f"quire: {text}", file=sys.stderr, flush=True)

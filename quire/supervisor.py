@@ -1,6 +1,7 @@
 """Runs the roles of one machine as child processes: output prefixed, restarted when they die, never orphaned."""
 
 import asyncio
+import contextlib
 import signal
 import sys
 import time
@@ -60,11 +61,13 @@ def next_start(role: Role, code: int, lived_s: float, was_ready: bool) -> float:
 class Supervisor:
     """Starts roles and keeps them alive. Everything happens on the running loop, in the main thread."""
 
-    def __init__(self, roles: Iterable[Role], say: Callable[[str], None]) -> None:
+    def __init__(self, roles: Iterable[Role], say: Callable[[str], None], write: Callable[[str], object] | None = None) -> None:
+        """say: lines of our own. write: what the roles print, with its line ends; None: to stderr."""
         self.roles = {role.name: role for role in roles}
         self.was_ready = False
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why we gave up
         self._say = say
+        self._write = write or _to_stderr
         self._width = max(len(name) for name in self.roles)
         self._keepers = [asyncio.create_task(self._keep(role)) for role in self.roles.values()]
 
@@ -139,7 +142,7 @@ class Supervisor:
         return await role.process.wait()
 
     async def _pass_on(self, role: Role, output: asyncio.StreamReader) -> None:
-        """Copy a role's output to our stderr, line by line, its name in front."""
+        """Pass a role's output on, line by line, its name in front."""
         lines = Lines(sys.stderr.isatty())
         while chunk := await output.read(2**16):
             for line, end in lines.feed(chunk, time.monotonic()):
@@ -147,7 +150,12 @@ class Supervisor:
                 if line.startswith(f"{module}: "):  # not a log line: why it cannot go on
                     role.last_words = line.strip().replace(": error: ", ": ", 1)
                     continue  # said once, when its end is reported
-                print(f"{role.name:<{self._width}} | {line}", end=end, file=sys.stderr, flush=True)
+                self._write(f"{role.name:<{self._width}} | {line}{end}")
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk, or nobody at the other end: no reason to stop listening to the roles
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _signal(role: Role, number: signal.Signals) -> None:

@@ -2,13 +2,13 @@
 
 import json
 import logging
-import sys
 import time
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
 from shared.config import BadConfig, Config
+from shared.output import STDERR, Output
 
 _PLAIN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
@@ -39,11 +39,13 @@ class _Json(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def setup_logging(config: Config) -> None:
+def setup_logging(config: Config) -> Output:
     """Send this process's logs to stderr in the configured form. Ids go into extra={...}."""
-    handler = logging.StreamHandler(sys.stderr)
+    output = Output(STDERR)
+    handler = logging.StreamHandler(output)
     handler.setFormatter(_Json() if config.log_json else _Text())
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+    return output
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> None:

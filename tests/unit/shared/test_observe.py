@@ -36,20 +36,22 @@ def log_one_of_each() -> None:
         log.exception("it failed", extra={"request": "r-2"})
 
 
-def test_text_lines_end_with_their_ids(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging(Config())
+def test_text_lines_end_with_their_ids(capfd: pytest.CaptureFixture[str]) -> None:
+    output = setup_logging(Config())
     log_one_of_each()
-    first, second, *trace = capsys.readouterr().err.splitlines()
+    output.close()
+    first, second, *trace = capfd.readouterr().err.splitlines()
     assert first[8:] == " quire.test info: request accepted request=r-1 tokens=7"
     assert second[8:] == " quire.test error: it failed request=r-2"
     assert trace[0] == "Traceback (most recent call last):"
     assert trace[-1] == "RuntimeError: on purpose"
 
 
-def test_json_lines_are_one_object_each(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging(Config(log_json=True, log_level="debug"))
+def test_json_lines_are_one_object_each(capfd: pytest.CaptureFixture[str]) -> None:
+    output = setup_logging(Config(log_json=True, log_level="debug"))
     log_one_of_each()
-    quiet, first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    output.close()
+    quiet, first, second = (json.loads(line) for line in capfd.readouterr().err.splitlines())
     assert quiet["level"] == "debug"
     assert (first["level"], first["logger"], first["msg"]) == ("info", "quire.test", "request accepted")
     assert (first["request"], first["tokens"]) == ("r-1", 7)
@@ -57,16 +59,18 @@ def test_json_lines_are_one_object_each(capsys: pytest.CaptureFixture[str]) -> N
     assert second["exception"].endswith("RuntimeError: on purpose")
 
 
-def test_an_id_that_json_does_not_know_is_logged_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging(Config(log_json=True))
+def test_an_id_that_json_does_not_know_is_logged_as_text(capfd: pytest.CaptureFixture[str]) -> None:
+    output = setup_logging(Config(log_json=True))
     logging.getLogger("quire.test").info("x", extra={"peer": b"\x00"})
-    assert json.loads(capsys.readouterr().err)["peer"] == "b'\\x00'"
+    output.close()
+    assert json.loads(capfd.readouterr().err)["peer"] == "b'\\x00'"
 
 
-def test_levels_below_the_configured_one_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging(Config(log_level="error"))
+def test_levels_below_the_configured_one_are_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    output = setup_logging(Config(log_level="error"))
     log_one_of_each()
-    assert "accepted" not in capsys.readouterr().err
+    output.close()
+    assert "accepted" not in capfd.readouterr().err
 
 
 def test_metrics_are_served_on_their_port() -> None:
