@@ -229,6 +229,36 @@ def store_some(typing: Any, element: Any, at: Any, count: Any, value: Any) -> An
 
 
 @intrinsic
+def fma_each(typing: Any, sums: Any, at: Any, stride: Any, values: Any) -> Any:
+    """A tuple of sums, to each of which values are added times a float32 of its own: those at, at + stride, ..."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total, address = args[0], args[1]
+        for number in range(sums.count):
+            factor = _broadcast(builder, builder.load(_pointer(builder, address), typ=_F32))
+            part = _llvm(builder, "llvm.fma.v16f32", _VECTOR, factor, args[3], builder.extract_value(total, number))
+            total = builder.insert_value(total, part, number)
+            address = builder.add(address, args[2])
+        return total
+
+    return sums(sums, _i64, _i64, lanes), codegen
+
+
+@intrinsic
+def store_each(typing: Any, sums: Any, at: Any, stride: Any) -> Any:
+    """A tuple of sums as float32, at at, at + stride, ..."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = args[1]
+        for number in range(sums.count):
+            builder.store(builder.extract_value(args[0], number), _pointer(builder, address), align=4)
+            address = builder.add(address, args[2])
+        return context.get_dummy_value()
+
+    return types.void(sums, _i64, _i64), codegen
+
+
+@intrinsic
 def copy_element(typing: Any, element: Any, target: Any, source: Any) -> Any:
     """One element as it is."""
 

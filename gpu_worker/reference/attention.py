@@ -37,13 +37,9 @@ def attention(
         return _decode(layout.decode[0], q, keys, values, scale, soft_cap).flatten(1, 2)
     out = torch.empty(q.shape, dtype=q.dtype)
     for part in layout.prefill:
-        held = None
-        if part.pages is not None:
-            k, v = part.pages.keys, part.pages.values
-            held = _gather(keys, part.pages, kv_heads, k), _gather(values, part.pages, kv_heads, v)
-        put(out, part.out, prefill(part, q, k_new, v_new, held, scale, soft_cap))
+        _put(out, part.out, _prefill(part, q, k_new, v_new, keys, values, scale, soft_cap))
     for rows in layout.decode:
-        put(out, rows.tokens, _decode(rows, q, keys, values, scale, soft_cap))
+        _put(out, rows.tokens, _decode(rows, q, keys, values, scale, soft_cap))
     return out.flatten(1, 2)
 
 
@@ -51,7 +47,7 @@ def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:
     return x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
 
 
-def put(out: Tensor, tokens: slice | Tensor, values: Tensor) -> None:
+def _put(out: Tensor, tokens: slice | Tensor, values: Tensor) -> None:
     if isinstance(tokens, slice):
         out[tokens] = values
     else:
@@ -93,24 +89,19 @@ def _decode(rows: Decode, q: Tensor, keys: Tensor, values: Tensor, scale: float,
     return out.add_(torch.bmm(common, shared_values).view(kv_heads, num_rows, group, head_dim).transpose(0, 1))
 
 
-def prefill(
-    part: Prefill,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    held: tuple[Tensor, Tensor] | None,
-    scale: float,
-    soft_cap: float,
+def _prefill(
+    part: Prefill, q: Tensor, k_new: Tensor, v_new: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float
 ) -> Tensor:
-    """[real tokens, kv_heads, group, d]. held: keys and values [rows, kv_heads, keys, d] of part.pages, if it has any."""
+    """[real tokens, kv_heads, group, d]."""
     kv_heads, group, head_dim = q.shape[1:]
     shape = (part.num_rows, part.query_len, -1, head_dim)
     queries = _take(q.flatten(1, 2), part.tokens).view(shape).transpose(1, 2)
-    if held is None:
+    if part.pages is None:
         k = _take(k_new, part.tokens).view(shape).transpose(1, 2)
         v = _take(v_new, part.tokens).view(shape).transpose(1, 2)
     else:
-        k, v = held
+        k = _gather(keys, part.pages, kv_heads, part.pages.keys)
+        v = _gather(values, part.pages, kv_heads, part.pages.values)
     if soft_cap:
         attended = _explicit(queries, k, v, part.mask, scale, soft_cap)
     else:

@@ -25,7 +25,6 @@ class Pages(NamedTuple):
     """Keys of some rows: num_pages pages each, gathered by (row, head, page)."""
 
     places: Tensor  # i64[rows * kv_heads * num_pages], page * kv_heads + head; page 0 where a row has fewer
-    live: Tensor  # i64[places], cells of the place that hold keys
     num_rows: int
     num_keys: int
     keys: Tensor  # [places, page_tokens * head_dim], where every layer gathers: memory that stays in the CPU's cache
@@ -68,19 +67,13 @@ class Geometry(NamedTuple):
 
 
 def make_layout(batch: Batch, page_table: IntArray, geometry: Geometry) -> Layout:
-    rows, first = _rows_of(batch, page_table, geometry), batch.num_chunk + batch.num_last
-    decode = [_decode(rows, members, shared) for members, shared in _decode_groups(rows, first, batch.groups)]
-    return Layout(make_prefill(batch, page_table, geometry), decode)
-
-
-def make_prefill(batch: Batch, page_table: IntArray, geometry: Geometry) -> list[Prefill]:
-    rows = _rows_of(batch, page_table, geometry)
-    return [_prefill(rows, members) for members in _prefill_groups(rows, batch.num_chunk + batch.num_last)]
-
-
-def _rows_of(batch: Batch, page_table: IntArray, geometry: Geometry) -> "_Rows":
+    prefill_rows = batch.num_chunk + batch.num_last
     starts = np.concatenate(([0], np.cumsum(batch.host_query_lens)))
-    return _Rows(page_table[batch.host_row_slots], batch.host_query_lens, batch.host_context_lens, starts, geometry)
+    rows = _Rows(page_table[batch.host_row_slots], batch.host_query_lens, batch.host_context_lens, starts, geometry)
+    return Layout(
+        prefill=[_prefill(rows, members) for members in _prefill_groups(rows, prefill_rows)],
+        decode=[_decode(rows, members, shared) for members, shared in _decode_groups(rows, prefill_rows, batch.groups)],
+    )
 
 
 class _Rows(NamedTuple):
@@ -154,8 +147,7 @@ def _decode(rows: _Rows, members: npt.NDArray[np.int64], shared_pages: int) -> D
     mask = _visible(positions, (contexts - 1)[:, None], geometry.window)[:, None, None]
     shared = None
     if shared_pages:
-        pages = rows.page_table[members[:1], :shared_pages].astype(np.int64)
-        shared = _gather(pages, np.full(pages.shape, geometry.page_tokens), geometry)
+        shared = _gather(rows.page_table[members[:1], :shared_pages].astype(np.int64), geometry)
         mask = np.concatenate((np.ones((len(members), 1, 1, shared.num_keys), np.bool_), mask), axis=-1)
     return Decode(_tokens_of(rows, members, 1), len(members), shared, private, _additive(mask, geometry.dtype))
 
@@ -191,18 +183,14 @@ def _pages(rows: _Rows, members: npt.NDArray[np.int64], skip: int) -> tuple[Page
     pages = np.where(held, np.take_along_axis(table, np.minimum(indexes, table.shape[1] - 1), axis=1), 0)
     positions = indexes[:, :, None] * geometry.page_tokens + np.arange(geometry.page_tokens)
     positions = np.where(held[:, :, None], positions, np.iinfo(np.int64).max)
-    live = np.clip(contexts[:, None] - indexes * geometry.page_tokens, 0, geometry.page_tokens)
-    return _gather(pages.astype(np.int64), live, geometry), positions.reshape(len(members), -1)
+    return _gather(pages.astype(np.int64), geometry), positions.reshape(len(members), -1)
 
 
-def _gather(pages: npt.NDArray[np.int64], live: npt.NDArray[np.int64], geometry: Geometry) -> Pages:
-    """pages, live: [rows, num_pages]."""
+def _gather(pages: npt.NDArray[np.int64], geometry: Geometry) -> Pages:
     places = pages[:, None, :] * geometry.kv_heads + np.arange(geometry.kv_heads)[:, None]
     shape = (places.size, geometry.page_tokens * geometry.head_dim)
     keys, values = torch.empty(shape, dtype=geometry.dtype), torch.empty(shape, dtype=geometry.dtype)
-    lives = np.broadcast_to(live[:, None, :], places.shape).reshape(-1)
-    num_keys = pages.shape[1] * geometry.page_tokens
-    return Pages(torch.from_numpy(places.reshape(-1)), torch.from_numpy(lives.copy()), len(pages), num_keys, keys, values)
+    return Pages(torch.from_numpy(places.reshape(-1)), len(pages), pages.shape[1] * geometry.page_tokens, keys, values)
 
 
 def _visible(keys: npt.NDArray[Any], queries: npt.NDArray[Any], window: int) -> npt.NDArray[np.bool_]:
