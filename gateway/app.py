@@ -5,6 +5,7 @@ import gc
 import logging
 import secrets
 import signal
+import socket
 import time
 
 from aiohttp import web
@@ -25,6 +26,8 @@ ORIGINS = web.AppKey("origins", Origins)
 REQUEST_ID = web.RequestKey("request_id", str)
 OPEN = ("/health", "/ready")  # answered without a key
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by whoever watches: no news
+READER_S = 60.0  # that a client may take nothing of what was written for it
+IDLE_S = 75.0  # that a connection may stay open without a request; a little more than proxies keep theirs
 CLIENT_ID_CHARS = 128  # of a client's own request id, which is echoed
 
 
@@ -67,6 +70,7 @@ def identify(request: web.Request) -> Tenant:
 @web.middleware
 async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Around every request: its id, its error shape, its count, its log line."""
+    _cut_off_who_does_not_read(request)
     request[REQUEST_ID] = f"req-{secrets.token_hex(12)}"
     started = time.monotonic()
     status = 499  # the client left
@@ -81,6 +85,13 @@ async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
         took_ms = round(1000 * (time.monotonic() - started), 1)
         level = logging.DEBUG if name in PROBES else logging.INFO
         log.log(level, "request", extra={"id": request[REQUEST_ID], "route": name, "status": status, "ms": took_ms})
+
+
+def _cut_off_who_does_not_read(request: web.Request) -> None:
+    """The kernel ends a connection whose other end takes nothing (or is no more) for READER_S while something waits for it."""
+    sock = request.transport.get_extra_info("socket") if request.transport is not None else None
+    if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * READER_S))
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -128,14 +139,18 @@ async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -
         response.headers["X-Client-Request-Id"] = theirs[:CLIENT_ID_CHARS]
 
 
+def make_runner(app: web.Application) -> web.AppRunner:
+    """Cancelled handlers are how a client that left ends its sequences. Who sends no request for IDLE_S is cut off."""
+    return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=5.0, keepalive_timeout=IDLE_S)
+
+
 async def serve(config: Config, model: ServedModel) -> None:
     """Serve until SIGTERM or SIGINT, then take nothing new and let streams end; a second signal ends them."""
     certificate = tls.context(config)
     async with Session(config, model) as session:
-        # Cancelled handlers are how a client that left ends its sequences.
-        runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
+        runner = make_runner(create_app(session, config))
         await runner.setup()
-        admin = web.AppRunner(create_admin_app(session, config), access_log=None)
+        admin = make_runner(create_admin_app(session, config))
         await admin.setup()
         keeper = asyncio.create_task(tls.keep_fresh(certificate, config)) if certificate else None
         try:

@@ -18,7 +18,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import served_model
-from gateway.app import create_app
+from gateway.app import create_app, make_runner
 from gateway.session import Session
 from quire.machine import free_ports
 from shared import model_folder
@@ -220,7 +220,7 @@ async def running(
     }
     config = Config(**(own | settings))
     async with Session(config, served_model.load(folder, "toy", model_folder.fingerprint(folder))) as session:
-        runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        runner = make_runner(create_app(session, config))
         await runner.setup()
         await web.TCPSite(runner, config.host, config.port).start()
         port = runner.addresses[0][1]

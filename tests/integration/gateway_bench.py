@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from gateway import served_model
-from gateway.app import create_app
+from gateway.app import create_app, make_runner
 from gateway.served_model import ServedModel
 from gateway.session import Session
 from shared.config import Config
@@ -143,7 +143,7 @@ async def running(folder: Path, canary: str = "ok", **settings: Any) -> AsyncIte
     settings = {"heartbeat_s": 0.1, "silence_s": 1.0, "gateway_link": stub.start(), **settings}
     config = Config(model=str(folder), host="127.0.0.1", port=0, **settings)
     async with Session(config, model) as session:
-        runner = web.AppRunner(create_app(session, config), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        runner = make_runner(create_app(session, config))
         await runner.setup()
         site = web.TCPSite(runner, config.host, config.port)
         await site.start()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway import app
 from gateway.errors import Unavailable
 from gateway.openai import parse_completion
 from shared import columns
@@ -145,6 +146,33 @@ async def test_s58_a_reader_that_does_not_read_is_dropped(bench: Bench) -> None:
     assert await metric(bench, "quire_gateway_slow_readers_total") == 1
     await until(lambda: len(bench.stub.aborted) == 1)
     await socket.cut()
+
+
+async def test_a_reader_of_a_whole_answer_that_does_not_read_is_dropped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "READER_S", 1.0)
+    play = Play([bench.id(" Paris")] * 2000, per_message=2000)
+    bench.stub.script = lambda submit, sampling: play
+    client = await Socket.post(bench, n=500, max_tokens=2000, limit=1024)  # 6 MB
+    client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+    await until(lambda: bench.session.runs)
+    await until(lambda: not bench.session.runs)
+    await asyncio.sleep(2.0)
+    client.reader._transport.resume_reading()  # type: ignore[attr-defined]
+    with pytest.raises(ConnectionError):
+        while await asyncio.wait_for(client.reader.read(2**20), 3):
+            pass
+        raise AssertionError("all of it arrived")
+
+
+async def test_connections_without_a_request_are_closed(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "IDLE_S", 0.5)
+    async with running(toy_folder) as bench:
+        heads = (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /he")
+        for head in heads:
+            reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+            writer.write(head)
+            await asyncio.wait_for(reader.read(), 3)  # until it is closed
+            writer.close()
 
 
 async def test_comments_keep_a_quiet_stream_open(bench: Bench) -> None:
