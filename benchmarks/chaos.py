@@ -41,8 +41,10 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)  # by role
     last_token: dict[int, float] = field(default_factory=dict)  # of streams under way, by client
-    pauses: dict[str, list[float]] = field(default_factory=lambda: {role: [] for role in ROLES})
-    victim: str = ""
+    lost: int = 0  # resumable streams whose gateway and scheduler died at once
+    gateways: dict[int, str] = field(default_factory=dict)  # that clients read from
+    pauses: dict[str, list[float]] = field(default_factory=dict)  # by who was killed
+    victims: tuple[str, ...] = ()
     killed_at: float = 0.0
     waiting: dict[int, float] = field(default_factory=dict)  # client -> longest gap since the kill
 
@@ -52,11 +54,12 @@ class Tally:
             self.waiting[client] = max(self.waiting[client], now - max(self.last_token[client], self.killed_at))
         self.last_token[client] = now
 
-    def on_kill(self, victim: str) -> None:
+    def on_kill(self, victims: tuple[str, ...]) -> None:
         self.settle()
-        self.deaths[victim] += 1
-        self.victim, self.killed_at = victim, time.monotonic()
-        self.waiting = dict.fromkeys(self.last_token, 0.0)
+        self.deaths.update(victims)
+        self.victims, self.killed_at = victims, time.monotonic()
+        harmed = [each for each in self.last_token if set(victims) - set(GATEWAYS) or self.gateways[each] in victims]
+        self.waiting = dict.fromkeys(harmed, 0.0)
 
     def on_break(self, client: int) -> None:
         """It has no next token to wait for."""
@@ -66,12 +69,12 @@ class Tally:
     def on_end(self, client: int) -> None:
         self.last_token.pop(client, None)
         if client in self.waiting:
-            self.pauses[self.victim].append(self.waiting.pop(client))
+            self.pauses.setdefault(" + ".join(self.victims), []).append(self.waiting.pop(client))
 
     def settle(self) -> None:
         """Streams that are still under way have had their pause."""
-        if self.victim:
-            self.pauses[self.victim] += self.waiting.values()
+        if self.victims:
+            self.pauses.setdefault(" + ".join(self.victims), []).extend(self.waiting.values())
         self.waiting = {}
 
 
@@ -80,14 +83,14 @@ class Reader(Follower):
 
     def __init__(self, cell: Cell, body: dict[str, Any], client: int, tally: Tally) -> None:
         super().__init__(cell.client, body, resumable=client % 2 == 0)
-        self._number = client
+        self.number = client
         self._tally = tally
 
     def _take(self, event_id: str, data: str) -> None:
         super()._take(event_id, data)
         event = self.events[-1]
         if event != "[DONE]" and "error" not in event and any(choice.get("token_ids") for choice in event["choices"]):
-            self._tally.on_token(self._number)
+            self._tally.on_token(self.number)
 
     @property
     def ids(self) -> list[int]:
@@ -120,7 +123,8 @@ async def read(cell: Cell, reader: Reader, gateway: str, tally: Tally, resumable
     if not ended and tally.deaths[gateway] == deaths:
         raise ValueError(f"a stream broke although {gateway} lives")
     if not ended and resumable:
-        await reader.to_the_end([cell.url(GATEWAYS[gateway == "g0"]), cell.url(gateway)])
+        tally.gateways[reader.number] = other = GATEWAYS[gateway == "g0"]
+        await reader.to_the_end([cell.url(other), cell.url(gateway)])
         tally.resumes += reader.num_resumes
     elif not ended:
         tally.own_sockets += 1
@@ -133,6 +137,7 @@ async def ask_on(cell: Cell, number: int, bodies: list[dict[str, Any]], expected
     while True:
         at, gateway = source.randrange(len(bodies)), source.choice(GATEWAYS)
         reader = Reader(cell, bodies[at], number, tally)
+        tally.gateways[number] = gateway
         try:
             await read(cell, reader, gateway, tally, resumable)
             tally.wrong += reader.ids != expected[at]
@@ -141,7 +146,9 @@ async def ask_on(cell: Cell, number: int, bodies: list[dict[str, Any]], expected
             tally.on_break(number)
             await asyncio.sleep(0.1)
         except Refused as refusal:
-            if refusal.status != 503 or reader.events:
+            if refusal.status == 404 and {gateway, "scheduler"} <= set(tally.victims):
+                tally.lost += 1
+            elif refusal.status != 503 or reader.events:
                 tally.failures.append(str(refusal))
             await asyncio.sleep(0.1)
         except ValueError as error:
@@ -171,16 +178,16 @@ class Books:
         return self._ended[f"quire_{name}_total"] + self._now.get(f"quire_{name}_total", 0.0)
 
 
-async def trouble(cell: Cell, until: float, every_s: float, tally: Tally, books: Books) -> None:
+async def trouble(cell: Cell, until: float, every_s: float, at_once: int, tally: Tally, books: Books) -> None:
     source = random.Random(2)
     while time.monotonic() + every_s < until:
         await asyncio.sleep(every_s)
         await books.look()
-        victim = source.choice(ROLES)
-        if victim == "scheduler":
+        victims = tuple(sorted(source.sample(ROLES, at_once)))
+        if "scheduler" in victims:
             books.end_life()
-        tally.on_kill(victim)
-        await cell.restart(victim)
+        tally.on_kill(victims)
+        await asyncio.gather(*(cell.restart(victim) for victim in victims))
     await asyncio.sleep(max(0.0, until - time.monotonic()))
     tally.settle()
 
@@ -214,17 +221,19 @@ def report(tally: Tally, books: Books) -> None:
     print(f"{tally.resumes} resumes at another gateway; {tally.own_sockets} plain streams broke with their gateway")
     for failure in tally.failures[:5]:
         print("  ", failure)
-    for role, pauses in tally.pauses.items():
+    if tally.lost:
+        print(f"{tally.lost} resumable streams were lost with their gateway and the scheduler at once")
+    for role, pauses in sorted(tally.pauses.items()):
         if pauses:
             ordered = sorted(pauses)
             p50, p99 = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
             print(
-                f"{role:>10}: {len(ordered)} streams under way, pause p50 {p50:.2f} s, p99 {p99:.2f} s, max {ordered[-1]:.2f} s"
+                f"{role:>14}: {len(ordered)} streams under way, pause p50 {p50:.2f} s, p99 {p99:.2f} s, max {ordered[-1]:.2f} s"
             )
     print(", ".join(f"{name} {books.total(name):g}" for name in CLEAN))
 
 
-async def run(minutes: float, every_s: float) -> int:
+async def run(minutes: float, every_s: float, at_once: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         gateway_toys.write_model(Path(folder), gateway_toys.byte_level())
         async with running(Path(folder), "--delay-s=0.02", "--num-pages=4097", workers=2, gateways=2) as cell:
@@ -236,7 +245,7 @@ async def run(minutes: float, every_s: float) -> int:
             try:
                 before, after = await hit_rates(cell)
                 print(f"hit rate before a scheduler was killed {before:.4f}, after {after:.4f}", flush=True)
-                await trouble(cell, time.monotonic() + 60 * minutes, every_s, tally, books)
+                await trouble(cell, time.monotonic() + 60 * minutes, every_s, at_once, tally, books)
             finally:
                 for client in clients:
                     client.cancel()
@@ -253,8 +262,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Load with a random role killed every few seconds.")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every-s", type=float, default=10.0)
+    parser.add_argument("--at-once", type=int, default=1, help="roles killed together")
     parsed = parser.parse_args()
-    return asyncio.run(run(parsed.minutes, parsed.every_s))
+    return asyncio.run(run(parsed.minutes, parsed.every_s, parsed.at_once))
 
 
 if __name__ == "__main__":
