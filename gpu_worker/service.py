@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, assert_never
 
 import torch
@@ -209,12 +210,16 @@ async def _serve(config: Config) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    loading = asyncio.create_task(asyncio.to_thread(load, config))
+    # A thread that ends: as long as it lived, so would its OpenMP team, and libgomp lets nobody spin while there are more
+    # threads than cores. Every product of every step would begin and end with a sleep.
+    loader = ThreadPoolExecutor(1, "load")
+    loading = loop.run_in_executor(loader, load, config)
     stopping = asyncio.create_task(stopped.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stopped.is_set():  # also when loading has just ended: nobody would see the signal again
         os._exit(0)  # nothing to finish, and a reading thread cannot be interrupted
     stopping.cancel()
+    loader.shutdown()
     try:
         service = Service(config, loading.result())
         serve_metrics(service.metrics.registry, config.metrics_port, config.metrics_host)

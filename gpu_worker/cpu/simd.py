@@ -176,7 +176,6 @@ largest_of = _defined(_f32(lanes), lambda b, x: _llvm(b, "llvm.vector.reduce.fma
 
 read_int32 = _defined(types.int32(_i64), lambda b, at: b.load(_pointer(b, at), typ=ir.IntType(32)))
 read_int64 = _defined(_i64(_i64), lambda b, at: b.load(_pointer(b, at), typ=ir.IntType(64)))
-read_float32 = _defined(_f32(_i64), lambda b, at: b.load(_pointer(b, at), typ=_F32))
 
 
 @intrinsic
