@@ -34,7 +34,7 @@ from shared.config import Config
 
 __all__ = ["Delta", "Prepared", "Run", "Session", "Usage"]
 
-HASH_INLINE_IDS = 4096  # longer prompts are hashed in a thread
+HASH_INLINE_IDS = 16384  # longer prompts are hashed in a thread: they would hold up others for more than 2 ms
 
 
 class Session:
