@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.cell import Cell, running, until
+from tests.chaos.follower import Follower
 from tests.chaos.requests import ask_all, bodies, essence
 from tests.integration.gateway_bench import Answer
 
@@ -178,3 +179,22 @@ async def test_a_prompt_after_pressure_is_answered_as_before(toy_folder: Path) -
             cached.add(answer.usage["prompt_tokens_details"]["cached_tokens"])
             await asyncio.gather(*others, return_exceptions=True)
         assert min(cached) < 192, "its pages were never taken by others"
+
+
+async def test_streams_of_a_frozen_gateway_go_on_when_it_wakes(toy_folder: Path) -> None:
+    """It was given up meanwhile, and finds the scheduler restarted the second time. Nobody resumes anything."""
+    async with running(toy_folder, "--delay-s=0.02", gateways=1) as cell:
+        asked = {name: body for name, body in bodies(40).items() if body.get("stream")}
+        expected = await ask_all(cell, asked)
+        for restart in (False, True):
+            followers = {name: Follower(cell.client, body, resumable=False) for name, body in asked.items()}
+            reading = asyncio.gather(*(each.begin(cell.url("g0")) for each in followers.values()))
+            await until(lambda: all(len(each.events) > 5 for each in followers.values()))  # noqa: B023
+            cell.roles["g0"].signal(signal.SIGSTOP)
+            await until(lambda: cell.roles["scheduler"].seen("gateway gone"))
+            if restart:
+                await cell.restart("scheduler")
+            await asyncio.sleep(0.5)
+            cell.roles["g0"].signal(signal.SIGCONT)
+            await reading
+            assert {name: essence(each.answer) for name, each in followers.items()} == expected
