@@ -184,7 +184,7 @@ async def test_a_prompt_after_pressure_is_answered_as_before(toy_folder: Path) -
 async def test_streams_of_a_frozen_gateway_go_on_when_it_wakes(toy_folder: Path) -> None:
     """It was given up meanwhile, and finds the scheduler restarted the second time. Nobody resumes anything."""
     async with running(toy_folder, "--delay-s=0.02", gateways=1) as cell:
-        asked = {name: body for name, body in bodies(40).items() if body.get("stream")}
+        asked = {name: body for name, body in bodies(100).items() if body.get("stream")}
         expected = await ask_all(cell, asked)
         for restart in (False, True):
             followers = {name: Follower(cell.client, body, resumable=False) for name, body in asked.items()}
