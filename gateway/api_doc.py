@@ -49,8 +49,10 @@ stream for good, and `[DONE]` has no id. A resume counts as a request of its ten
 With `--api-key-file` every route but `/health` and `/ready` wants `Authorization: Bearer KEY` (401). `gateway/api_keys.py`
 shows the file and makes keys; it holds hashes only. A tenant may be limited in requests and tokens per minute and in requests
 under way: 429 with `Retry-After` and `x-ratelimit-*`. Prompt tokens count when they are submitted, generated ones at the end
-of the answer. Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens
-`/health`, `/ready` and `/metrics` on loopback, without a key.
+of the answer. While several tenants wait, each is computed in proportion to its `weight` (1, unless the file says more): what
+counts are generated tokens and prompt tokens that no cache had, within one `priority`; a full queue takes a share of each.
+Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens `/health`, `/ready` and
+`/metrics` on loopback, without a key.
 
 ## Browsers
 `--cors-origins https://example.org,...` lets pages of these origins call; without it no answer has a CORS header.

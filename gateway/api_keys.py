@@ -7,6 +7,7 @@ keys = ["sha256:<64 hex digits>"]
 requests_per_minute = 60
 tokens_per_minute = 100000              # prompt and generated tokens
 max_concurrent = 8                      # requests under way at once
+weight = 3                              # of its share while several tenants wait, 1 to 1000; default 1
 shared_cache = true                     # prompts may be found in the cache by every tenant that says so; default false
 """
 
@@ -27,6 +28,7 @@ from shared.config import BadConfig
 
 MAX_KEYS = 10_000
 MAX_NAME_CHARS = 64
+MAX_WEIGHT = 1000
 COUNTS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -39,6 +41,7 @@ class Tenant:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     max_concurrent: int = 0
+    weight: int = 1
     shared_cache: bool = False
     running: int = 0
     requests: Bucket = field(init=False)
@@ -137,8 +140,11 @@ def _tenant(path: str, name: str, table: Any) -> tuple[Tenant, list[bytes]]:
         if setting == "shared_cache":
             if type(value) is not bool:
                 raise bad(f".shared_cache must be true or false, got {value!r}")
+        elif setting == "weight":
+            if type(value) is not int or not 1 <= value <= MAX_WEIGHT:
+                raise bad(f".weight must be a whole number from 1 to {MAX_WEIGHT}, got {value!r}")
         elif setting not in COUNTS:
-            raise bad(f".{setting} is no setting; there are keys, shared_cache, {', '.join(COUNTS)}")
+            raise bad(f".{setting} is no setting; there are keys, weight, shared_cache, {', '.join(COUNTS)}")
         elif type(value) is not int or not 1 <= value < 2**53:
             raise bad(f".{setting} must be a whole number of at least 1, got {value!r}")
     return Tenant(name, **settings), [bytes.fromhex(key.removeprefix("sha256:")) for key in keys]

@@ -97,7 +97,7 @@ def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefi
         tenant = request[TENANT]
         with tenant.request(time.monotonic()):
             with early_leavers(session):
-                prepared = await session.prepare(valid, tenant.name, tenant.salt)
+                prepared = await session.prepare(valid, tenant.name, tenant.salt, tenant.weight)
             tenant.take_prompt(sum(len(prompt.ids) for prompt in prepared.prompts), time.monotonic())
             request_id, created, model = f"{prefix}-{secrets.token_hex(12)}", int(time.time()), session.model.name
             reply = Reply(valid, session.model.tokenizer, model, request_id, created)

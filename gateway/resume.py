@@ -115,7 +115,8 @@ def reopen(session: "Session", tenant: "Tenant", found: list[Kept], seen: list[i
         raise BadRequest(text, LAST_EVENT_ID)
     firsts = range(0, ticket.num_choices, ticket.request.n)
     prompts = [Prompt(array("i", kept[at].tokens)[: kept[at].num_prompt].tolist(), tickets[at].text) for at in firsts]
-    recipe = session.recipe(ticket.request, ticket.seed, max(each.age_s for each in found), tenant.name, tenant.salt)
+    age_s = max(each.age_s for each in found)
+    recipe = session.recipe(ticket.request, ticket.seed, age_s, tenant.name, tenant.salt, tenant.weight)
     prepared = Prepared(
         ticket.request,
         prompts,

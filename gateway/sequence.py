@@ -70,6 +70,7 @@ class Recipe:
     min_new: int
     priority: int
     tenant: str
+    weight: int  # of the tenant, beside others who wait
     salt: str  # of the page hashes
     arrived: float  # loop time
     deadline_s: float
@@ -84,6 +85,7 @@ class Recipe:
         arrived: float,
         tenant: str = "",
         salt: str = "",
+        weight: int = 1,
         banned: Ids[tuple[int, ...]] = (),
     ) -> "Recipe":
         stop_ids = dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids))
@@ -112,6 +114,7 @@ class Recipe:
             request.min_tokens,
             request.priority,
             tenant,
+            weight,
             salt,
             arrived,
             request.deadline_s,
@@ -185,6 +188,7 @@ class Sequence:
             stream=recipe.stream,
             choice=self.index,
             ticket=self.ticket,
+            weight=recipe.weight,
         )
 
     def kept(self, now: float) -> Kept:

@@ -119,7 +119,7 @@ class Session:
 
     # --- requests
 
-    async def prepare(self, request: ValidRequest, tenant: str = "", salt: str = "") -> Prepared:
+    async def prepare(self, request: ValidRequest, tenant: str = "", salt: str = "", weight: int = 1) -> Prepared:
         """Turn a request into token ids and check their lengths; BadRequest or Unavailable. salt: of the prefix cache."""
         self.check_available()
         arrived = self._loop.time()
@@ -130,15 +130,15 @@ class Session:
             text = f"The prompts times n = {request.n} have {total} tokens, limit {self.limits.max_prompt_ids}"
             raise BadRequest(text, "n", "too_many_items")
         seed = random_seed() if request.seed is None else request.seed
-        recipe = self.recipe(request, seed, self._loop.time() - arrived, tenant, salt)
+        recipe = self.recipe(request, seed, self._loop.time() - arrived, tenant, salt, weight)
         max_new = [self._room(request, len(prompt.ids)) for prompt in prompts]
         self._check_logprobs(request, prompts, max_new)
         return Prepared(request, prompts, max_new, recipe)
 
-    def recipe(self, request: ValidRequest, seed: int, age_s: float, tenant: str, salt: str) -> Recipe:
+    def recipe(self, request: ValidRequest, seed: int, age_s: float, tenant: str, salt: str, weight: int) -> Recipe:
         """How every sequence of a request that arrived so long ago is computed."""
         banned = banned_sequences(request, self.model.tokenizer, self.limits.vocab_size)
-        return Recipe.of(request, self.model.eos_ids, seed, self._loop.time() - age_s, tenant, salt, banned)
+        return Recipe.of(request, self.model.eos_ids, seed, self._loop.time() - age_s, tenant, salt, weight, banned)
 
     def _check_logprobs(self, request: ValidRequest, prompts: list[Prompt], max_new: list[int]) -> None:
         """A whole answer is kept until its end: its log-probabilities must fit."""

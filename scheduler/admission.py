@@ -2,6 +2,7 @@
 
 import math
 
+from scheduler.accounts import Account
 from scheduler.cell import Cell
 from scheduler.outbox import Outbox
 from scheduler.sequence import Sequence
@@ -12,6 +13,8 @@ from shared.sampling import SAMPLING_BYTES, Sampling
 
 BAD_REQUEST, TOO_MANY = 400, 429
 RESUBMITTING_S = 1.0  # after its hello a gateway submits again what it still wants
+REBUILDING_S = 60.0  # after the cell's first gateway: what comes in mid-answer was computed under an earlier scheduler
+MAX_WEIGHT = 1_000_000
 _INT32_MAX = 2**31 - 1
 
 
@@ -38,6 +41,8 @@ def malformed(submit: Submit, page_tokens: int) -> str:
         return f"sampling has {len(submit.sampling)} bytes, must be {SAMPLING_BYTES}"
     if Sampling.unpack(submit.sampling).num_prompt != submit.num_prompt:
         return f"num_prompt is {submit.num_prompt}, but {Sampling.unpack(submit.sampling).num_prompt} in sampling"
+    if not 1 <= submit.weight <= MAX_WEIGHT:
+        return f"weight is {submit.weight}, must be from 1 to {MAX_WEIGHT}"
     for name, seconds in (("age_s", submit.age_s), ("deadline_s", submit.deadline_s)):
         if not (math.isfinite(seconds) and seconds >= 0):
             return f"{name} is {seconds}, must be a number of seconds"
@@ -68,13 +73,16 @@ def admit(cell: Cell, outbox: Outbox, submit: Submit, now: float) -> Sequence | 
     cell.last_serial += 1
     order = (submit.priority, now - submit.age_s, cell.last_serial)
     deadline = now + submit.deadline_s if submit.deadline_s else 0.0
-    seq = Sequence(submit, outbox, order, deadline)
+    account = cell.accounts.of(submit.priority, submit.tenant, submit.weight)
+    seq = Sequence(submit, outbox, account, order, deadline)
     text = too_long(cell, seq)
     if text and not seq.num_output:  # one that has output already ends with LENGTH, as if it had grown here
         return Reject(submit.id, BAD_REQUEST, "context_length_exceeded", text, "", 0.0)
     text = overload(cell, seq, now)
     if text and not _was_admitted(cell, seq, outbox, submit, now):
         return Reject(submit.id, TOO_MANY, "queue_full", text, "", predicted_wait_s(cell, now) or 1.0)
+    _rebuild(cell, seq, now)
+    account.live += 1
     outbox.sequences[seq.id] = seq
     cell.waiting.add(seq)
     if seq.stream and (former := cell.shelf.adopt(seq)) is not None:
@@ -85,19 +93,42 @@ def admit(cell: Cell, outbox: Outbox, submit: Submit, now: float) -> Sequence | 
 
 def overload(cell: Cell, seq: Sequence, now: float) -> str:
     """Which limit of the queue one more sequence would break, with both numbers; empty when none. An empty queue takes all."""
-    waiting = cell.waiting
-    if len(waiting) >= cell.max_queued:
-        return f"{len(waiting)} sequences are waiting, at most {cell.max_queued} may"
+    waiting, account = cell.waiting, seq.account
+    if len(waiting) >= cell.max_queued and account.waiting >= _part(cell, account, cell.max_queued):
+        return f"{len(waiting)} sequences are waiting, at most {cell.max_queued} may{_own(account)}"
     if not len(waiting):
         return ""
-    num_tokens = waiting.num_tokens + len(seq.tokens)
-    if 0 < cell.max_queued_tokens < num_tokens:
-        return f"{num_tokens} tokens would be waiting, at most {cell.max_queued_tokens} may"
+    num_tokens, own_tokens = waiting.num_tokens + len(seq.tokens), account.waiting_tokens + len(seq.tokens)
+    if 0 < cell.max_queued_tokens < num_tokens and own_tokens > _part(cell, account, cell.max_queued_tokens):
+        return f"{num_tokens} tokens would be waiting, at most {cell.max_queued_tokens} may{_own(account)}"
     rate = cell.queue_rate.per_s(now)
-    wait_s = len(waiting) / rate if rate > 0 else 0.0
+    wait_s = _ahead(cell, account) / rate if rate > 0 else 0.0
     if 0 < cell.max_wait_s < wait_s:
         return f"the predicted wait is {wait_s:.1f} s, at most {cell.max_wait_s:g} s is allowed"
     return ""
+
+
+def _part(cell: Cell, account: Account, limit: int) -> float:
+    """What a full queue still takes of this tenant: its share, so that nobody's queue keeps others out."""
+    return limit * account.weight / cell.accounts.waiting_weight(account)
+
+
+def _own(account: Account) -> str:
+    return f"; {account.waiting} of them are of your tenant" if account.waiting else ""
+
+
+def _ahead(cell: Cell, account: Account) -> float:
+    """About how many start before one more of this account: with fair shares, its own queue slowed down by the others."""
+    if account.waiting == len(cell.waiting):
+        return account.waiting
+    return min(len(cell.waiting), account.waiting * cell.accounts.waiting_weight(account) / account.weight)
+
+
+def _rebuild(cell: Cell, seq: Sequence, now: float) -> None:
+    """Charge what an earlier scheduler computed of it, where this one has not done so before."""
+    ours = seq.order[1] >= cell.born or now > cell.born + REBUILDING_S
+    if seq.num_output and not ours and now - seq.outbox.since < RESUBMITTING_S:
+        seq.account.charge(seq.num_prompt - max(seq.first_cached, 0) + seq.num_output)
 
 
 def _was_admitted(cell: Cell, seq: Sequence, outbox: Outbox, submit: Submit, now: float) -> bool:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from scheduler.accounts import Accounts
 from scheduler.counters import Counters
 from scheduler.forecast import OutputLengths
 from scheduler.outbox import Outbox
@@ -39,12 +40,14 @@ class Cell:
     replicas: dict[str, Replica] = field(default_factory=dict)  # by name
     gateways: dict[str, Outbox] = field(default_factory=dict)  # by peer
     waiting: Waiting = field(default_factory=Waiting)
+    accounts: Accounts = field(default_factory=Accounts)
     shelf: Shelf = field(default_factory=Shelf)
     counters: Counters = field(default_factory=Counters)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     speed: DecodeSpeed = field(default_factory=DecodeSpeed)
     last_step: int = 0  # steps are numbered through the whole cell, so a stale one matches no plan
     last_serial: int = 0
+    born: float = 0.0  # clock time of its first gateway
     max_model_len: int = 0  # of the replicas known now, or known last
     pool_tokens: int = 0
     starts_per_s: float = 0.0  # sequences that entered a first plan, smoothed
@@ -111,6 +114,7 @@ class Cell:
     def drop(self, seq: Sequence, reason: int) -> None:
         """Forget a detached sequence."""
         del seq.outbox.sequences[seq.id]
+        seq.account.live -= 1
         seq.generation += 1
         self.shelf.keep(seq, reason)
         self.counters.finished[REASONS[reason]] += 1
@@ -121,6 +125,7 @@ class Cell:
         """The end of a waiting sequence of which no token was ever sent."""
         self.waiting.remove(seq)
         del seq.outbox.sequences[seq.id]
+        seq.account.live -= 1
         self.shelf.forget(seq)
         return self.rejection(seq.outbox, Reject(seq.id, status, code, text, "", retry_after_s))
 

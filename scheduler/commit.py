@@ -73,10 +73,13 @@ def _commit_tokens(cell: Cell, replica: Replica, flight: Flight, done: StepDone)
     tokens = read_i32(done.tokens).tolist()
     looks: list[tuple[Sequence, int]] = []  # end reached, stop id, or a page to index
     stale = 0
+    for account, count in flight.tally:
+        account.charge(count)
     outbox: Outbox | None = None
     for seq, generation, token in zip(flight.sequences, flight.generations, tokens, strict=True):
         if seq.generation != generation:
             stale += 1
+            seq.account.charge(-1)
             continue
         if seq.outbox is not outbox:
             outbox = seq.outbox
@@ -97,7 +100,9 @@ def _commit_tokens(cell: Cell, replica: Replica, flight: Flight, done: StepDone)
 
 
 def _look(cell: Cell, replica: Replica, seq: Sequence, token: int) -> None:
-    if token < 0:
+    if token < 0:  # nothing was sampled
+        cell.counters.generated_tokens -= 1
+        seq.account.charge(-1)
         cell.finish(seq, Finish.ERROR)
         return
     replica.register(seq, len(seq.tokens) - 1)  # the last token's cell is not written yet

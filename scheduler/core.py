@@ -99,6 +99,7 @@ class Core:
             if outbox.name == hello.name:  # its earlier incarnation; what is still wanted is submitted again
                 for seq in list(outbox.sequences.values()):
                     cell.finish(seq, Finish.ABORT)
+        cell.born = cell.born or now
         cell.gateways[peer] = Outbox(peer, hello.name, hello.model, now)
         welcome = GatewayWelcome(PROTOCOL, cell.epoch, cell.page_tokens, cell.hash_key)
         return [(peer, welcome), (peer, self.status(now))]
@@ -228,6 +229,7 @@ class Core:
                 out += self.workers.drop(replica, text) + self._recheck_waiting()
         if now >= self._audit_at + AUDIT_S:
             self._audit_at = now
+            self.cell.accounts.forget_idle()
             self._audit()
         status = self.status(now)
         signature = (status.state, status.reason, status.max_model_len, status.pool_tokens)

@@ -13,7 +13,7 @@ from shared.sampling import EDIT_BYTES
 _OPEN = struct.Struct("<ii")
 _REGISTRATION = struct.Struct("<i16s")
 
-NO_ROWS = DecodeRows([], [], b"", b"")
+NO_ROWS = DecodeRows([], [], [], b"", b"")
 
 CRUMB_SHARE = 8  # a piece of at most this part of what goes with it is not worth a cut
 
@@ -58,6 +58,7 @@ class PlanBuilder:
         self.prefills.append(PrefillRow(seq, seq.computed, count, count == seq.prefill_left and seq.max_new > 0))
         self.budget -= count
         self.room -= count
+        seq.charge_prefill(seq.computed, seq.computed + count)
         seq.computed += count
         self.replica.register(seq, seq.computed)
 
@@ -102,6 +103,7 @@ class PlanBuilder:
             step,
             [*[row.sequence for row in lasts], *decode.sequences],
             [*[row.sequence.generation for row in lasts], *decode.generations],
+            [*[(row.sequence.account, 1) for row in lasts], *decode.tally],
             [(row.sequence, row.sequence.generation) for row in chunks],
             [(row.sequence, row.sequence.generation) for row in chunks if row.sequence.prefill_left == 0],
             scores,
@@ -137,7 +139,7 @@ class PlanBuilder:
             decode.group_counts,
         )
         num_decode = len(decode.sequences)
-        flight = Flight(step, decode.sequences, decode.generations, [], [], [], news, 0, num_decode)
+        flight = Flight(step, decode.sequences, decode.generations, decode.tally, [], [], [], news, 0, num_decode)
         self.replica.in_flight.append(flight)
         return plan
 

@@ -159,7 +159,7 @@ def _bind(cell: Cell, seq: Sequence, place: Place, now: float) -> None:
     replica, counters = place.replica, cell.counters
     matched = replica.match(seq)
     counters.false_credit_tokens += max(len(place.matched) - len(matched), 0) * replica.page_tokens
-    cell.waiting.remove(seq)
+    cell.waiting.take(seq)
     replica.bind(seq, matched)
     counters.hit_tokens += seq.num_cached
     counters.lookup_tokens += len(seq.tokens)
@@ -222,5 +222,5 @@ def _plan_alone(cell: Cell, replica: Replica) -> StepPlan | None:
         if not _grow(cell, replica, seq):
             return None
         builder.grown.append((seq, seq.generation, len(seq.pages) - 1))
-    row = DecodeRows([seq], [seq.generation], i32([seq.slot]), b"")
+    row = DecodeRows([seq], [seq.generation], [(seq.account, 1)], i32([seq.slot]), b"")
     return _build(cell, builder, row)

@@ -1,9 +1,10 @@
 """All state of one copy of the model: pages, prefix index, slots, bound sequences, plans in flight."""
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
+from scheduler.accounts import Account
 from scheduler.chunk_budget import ChunkBudget
 from scheduler.groups import arrange, group_page
 from scheduler.page_pool import PagePool
@@ -17,6 +18,7 @@ class DecodeRows(NamedTuple):
 
     sequences: list[Sequence]
     generations: list[int]
+    tally: list[tuple[Account, int]]  # how many of them belong to each account
     slots: bytes  # i32 column
     group_counts: bytes
 
@@ -36,6 +38,7 @@ class Flight(NamedTuple):
     step: int
     sequences: list[Sequence]  # of sampled rows
     generations: list[int]  # of sequences, when the plan was sent
+    tally: list[tuple[Account, int]]  # how many of sequences belong to each account
     chunks: list[tuple[Sequence, int]]  # (sequence, generation) of rows that are not sampled
     ends: list[tuple[Sequence, int]]  # those of chunks that end with this plan: they want no output
     scores: list[Score]
@@ -211,7 +214,8 @@ class Replica:
         if self.rows is None:
             sequences, group_counts = arrange(self.decoding)
             slots = array("i", [seq.slot for seq in sequences]).tobytes()
-            self.rows = DecodeRows(sequences, [seq.generation for seq in sequences], slots, group_counts)
+            tally = list(Counter([seq.account for seq in sequences]).items())
+            self.rows = DecodeRows(sequences, [seq.generation for seq in sequences], tally, slots, group_counts)
         return self.rows
 
     # --- prefix index -------------------------------------------------------------------------------------------------

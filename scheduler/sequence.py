@@ -8,6 +8,7 @@ from shared.pages import HASH_BYTES, page_hash
 from shared.sampling import Flag, Sampling
 
 if TYPE_CHECKING:
+    from scheduler.accounts import Account
     from scheduler.outbox import Outbox
     from scheduler.replica import Replica
 
@@ -24,7 +25,9 @@ class Sequence:
     """
 
     __slots__ = (
+        "account",
         "alone_until",
+        "charged",
         "check_at",
         "choice",
         "computed",
@@ -69,10 +72,11 @@ class Sequence:
         "worst_pages",
     )
 
-    def __init__(self, submit: Submit, outbox: "Outbox", order: Order, deadline: float) -> None:
+    def __init__(self, submit: Submit, outbox: "Outbox", account: "Account", order: Order, deadline: float) -> None:
         """submit must have been checked (scheduler.admission)."""
         self.id = submit.id
         self.outbox = outbox
+        self.account = account
         self.order = order
         self.deadline = deadline  # clock time, 0.0: none
         self.tokens = array("i", submit.tokens)
@@ -97,6 +101,7 @@ class Sequence:
         # Prompt tokens whose score was delivered; a sequence that has output has all of them already.
         self.scored = 1 if sampling.score_width >= 0 and len(self.tokens) == self.num_prompt else self.num_prompt
         self.end_len = self.num_prompt + self.max_new  # tokens in all at which it ends; lowered to what fits when bound
+        self.charged = self.num_prompt if self.num_output else 0  # prompt tokens that need not be paid for again
         self.generation = 0  # grows with every release: results of earlier rows are stale
         self.preemptions = 0
         self.strikes = 0
@@ -126,6 +131,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def begun(self) -> bool:
+        """It has started, here or under an earlier scheduler."""
+        return self.started or self.num_output > 0
+
+    @property
     def prefill_left(self) -> int:
         return self.prefill_len - self.computed
 
@@ -142,6 +152,13 @@ class Sequence:
     def wasteful_to_stop(self) -> bool:
         """All its rows are in flight; it ends by itself."""
         return self.replica is not None and self.prefill_left == 0 and self.planned >= self.end_len
+
+    def charge_prefill(self, start: int, end: int) -> None:
+        """Known tokens start .. end - 1 are computed now. Output among them was paid for when it was generated."""
+        end = min(end, self.num_prompt)
+        if end > max(start, self.charged):
+            self.account.charge(end - max(start, self.charged))
+            self.charged = end
 
     def unbind(self) -> None:
         """Forget the binding; rows in flight turn stale. Only Replica.release calls this, it frees what was held."""

@@ -6,7 +6,7 @@ gateway, is unique within one gateway identity and never reused there.
 
 from typing import Annotated, NamedTuple, TypeAlias
 
-PROTOCOL = 3  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
+PROTOCOL = 4  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
 
 I32 = Annotated[bytes, 4]  # column of int32
 I64 = Annotated[bytes, 8]  # column of int64
@@ -75,6 +75,7 @@ class Submit(NamedTuple):
     stream: str = ""  # under which any gateway may take it over (Resume); empty: none will
     choice: int = 0  # its number in that stream
     ticket: bytes = b""  # what a gateway needs besides the tokens to go on with it; means nothing to the scheduler
+    weight: int = 1  # of the tenant: its share of what is computed while several tenants wait
 
 
 STOPPED = "stop string"  # Abort.reason of sequences whose answer is whole; booked as STOP, not as ABORT

@@ -22,7 +22,7 @@ LIMITS = {
     "free": "",
     "few": "requests_per_minute = 2",
     "small": "tokens_per_minute = 40",
-    "one": "max_concurrent = 1",
+    "one": "max_concurrent = 1\nweight = 3",
     "shared": "shared_cache = true",
     "also": "shared_cache = true",
 }
@@ -128,10 +128,12 @@ async def test_requests_under_way(bench: Bench) -> None:
     assert (await bench.post("/v1/completions", body, headers=head("one"))).status == 200
 
 
-async def test_tenants_share_cached_pages_only_where_both_say_so(bench: Bench) -> None:
+async def test_b50_tenants_share_cached_pages_only_where_both_say_so(bench: Bench) -> None:
     seen: list[tuple[str, bytes, bytes]] = []
+    weights: dict[str, int] = {}
 
     def script(submit: Submit, sampling: Sampling) -> Play:
+        weights[submit.tenant] = submit.weight
         seen.append((submit.tenant, submit.root_hash, submit.page_hashes))
         return Play(bench.ids("ok"))
 
@@ -142,6 +144,7 @@ async def test_tenants_share_cached_pages_only_where_both_say_so(bench: Bench) -
             body = {"prompt": [5] * length, "max_tokens": 2}
             assert (await bench.post("/v1/completions", body, headers=head(name))).status == 200
     assert [tenant for tenant, _, _ in seen] == [name for name in names for _ in range(2)]
+    assert weights == {"free": 1, "one": 3, "shared": 1, "also": 1}
     for at in (0, 1):
         free, one, shared, also = (each[1:] for each in seen[at::2])
         assert free[0] != one[0] and free[1] != one[1] and one[1] != shared[1]

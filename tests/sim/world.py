@@ -193,6 +193,8 @@ class World:
         prompt = base[: random_.randrange(1, len(base) + 1)] + [
             random_.randrange(VOCABULARY) for _ in range(random_.choice((0, 0, 1, 3, 9)))
         ]
+        if random_.random() < 0.25:  # one of few that end with a page, so that all of it is found in the cache
+            prompt = base[: max(len(base) // self.shape.page_tokens, 1) * self.shape.page_tokens]
         min_new = random_.choice((0, 0, 0, 3))
         edits = [Edit(1, 1.5, min_new)] if min_new else []
         if random_.random() < 0.03:
@@ -245,6 +247,7 @@ class World:
             stream.salt,
             0.0,
             0.0,
+            weight=self.random.choice((1, 3)),
         )
         self._from_gateway(gateway, submit)
 
@@ -384,6 +387,8 @@ class World:
             require(not found, f"audit of {replica.name}: {found}")
             require(not replica.running and not replica.in_flight and not replica.pool.held, f"{replica.name} is not empty")
         require(not len(cell.waiting), "sequences wait for ever")
+        cell.accounts.forget_idle()
+        require(not cell.accounts.num_accounts, "an account without sequences is kept")
         require(cell.counters.audit_violations == 0, "audit violations")
         require(cell.counters.false_credit_tokens == 0, "false credit")
         limit = min(self.shape.max_len, (self.shape.num_pages - 1) * self.shape.page_tokens)

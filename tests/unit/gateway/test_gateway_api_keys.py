@@ -22,11 +22,12 @@ def load(folder: Path, text: str) -> KeyRing:
 
 
 def test_keys_lead_to_their_tenants(tmp_path: Path) -> None:
-    text = f'[tenants.a]\nkeys = ["{hashed("one")}", "{hashed("two")}"]\nmax_concurrent = 3\n'
+    text = f'[tenants.a]\nkeys = ["{hashed("one")}", "{hashed("two")}"]\nmax_concurrent = 3\nweight = 7\n'
     ring = load(tmp_path, text + f'[tenants."b c"]\nkeys = ["{hashed("three")}"]\nshared_cache = true\n')
     for key, name, salt in (("one", "a", "a"), ("two", "a", "a"), ("three", "b c", "")):
         tenant = ring.tenant(f"Bearer {key}")
         assert (tenant.name, tenant.salt) == (name, salt)
+    assert (ring.tenant("Bearer one").weight, ring.tenant("Bearer three").weight) == (7, 1)
     assert ring.tenant("bearer one") is ring.tenant("Bearer two ")
     for wrong in (
         "",
@@ -51,7 +52,10 @@ def test_keys_lead_to_their_tenants(tmp_path: Path) -> None:
         ("x = 1", "must hold tables"),
         ("[tenants.a]\n", "keys must be a list"),
         ('[tenants.a]\nkeys = ["secret"]', r"keys\[0\] must be sha256"),
-        (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nweight = 2', "weight is no setting"),
+        (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nheaviness = 2', "heaviness is no setting"),
+        (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nweight = 0', "from 1 to 1000, got 0"),
+        (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nweight = 1001', "from 1 to 1000, got 1001"),
+        (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nweight = 1.5', "whole number"),
         (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nmax_concurrent = 0', "at least 1, got 0"),
         (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nmax_concurrent = true', "whole number"),
         (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nshared_cache = 1', "true or false"),
