@@ -16,6 +16,7 @@ from gateway.api_keys import ANYBODY, Tenant
 from gateway.cors import Origins
 from gateway.errors import ApiError
 from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, ROUTES, SESSION, TENANT, json_response
+from gateway.operate import OPERATOR_ROUTES
 from gateway.served_model import ServedModel
 from gateway.session import Session
 from shared.config import Config
@@ -50,11 +51,11 @@ def create_app(session: Session, config: Config) -> web.Application:
 
 
 def create_admin_app(session: Session, config: Config) -> web.Application:
-    """What watches this process asks here: no keys, and no way to generate."""
+    """What watches and runs this process asks here: no keys, and no way to generate."""
     app = web.Application(middlewares=[frame])
     app[CONFIG] = config
     app[SESSION] = session
-    app.add_routes(ADMIN_ROUTES)
+    app.add_routes([*ADMIN_ROUTES, *OPERATOR_ROUTES])
     return app
 
 

@@ -12,6 +12,7 @@ import re
 import socket
 from typing import Any, assert_never
 
+from gateway.drains import Drains
 from gateway.errors import Unavailable
 from gateway.metrics import Metrics
 from gateway.sequence import Score, Sequence
@@ -25,6 +26,7 @@ from shared.messages import (
     STOPPED,
     Abort,
     Drain,
+    DrainAnswer,
     GatewayHello,
     GatewayWelcome,
     Kept,
@@ -72,6 +74,7 @@ class Service:
         self.epoch = 0  # of the last scheduler that welcomed us
         self._welcomed = 0.0  # loop time of the first welcome of that scheduler
         self._takeovers = Takeovers(config.resume_grace_s)
+        self._drains = Drains()
         self.num_resubmitted = 0
 
     # --- what the rest of the gateway asks
@@ -118,14 +121,23 @@ class Service:
 
     async def take(self, stream: str, tenant: str) -> list[Kept]:
         """Take a stream from whoever has it; it is nobody's until it is submitted again. Empty: there is no such stream."""
-        if self._welcome is None or self._link is None:
-            raise Unavailable(f"The scheduler is not reachable: {self._lost}", 1, "scheduler_unavailable")
         resume, answer = self._takeovers.ask(stream, tenant)
-        self._link.send(resume)
+        self._ask(resume)
         found = await answer
         if not found and self._loop.time() - self._welcomed < self._config.silence_s + 1:
             raise Unavailable("The scheduler has just started and does not know every stream yet", 1, "scheduler_unavailable")
         return found
+
+    async def drain_worker(self, worker: str) -> DrainAnswer:
+        """Have the scheduler send a worker away."""
+        question, answer = self._drains.ask(worker)
+        self._ask(question)
+        return await answer
+
+    def _ask(self, question: tuple[Any, ...]) -> None:
+        if self._welcome is None or self._link is None:
+            raise Unavailable(f"The scheduler is not reachable: {self._lost}", 1, "scheduler_unavailable")
+        self._link.send(question)
 
     def keep(self, sequences: list[Sequence]) -> None:
         """Streams that another gateway may take over are left here, or have ended."""
@@ -185,6 +197,7 @@ class Service:
         self._to_abort = []
         self._stopped = []
         self._takeovers.on_lost()
+        self._drains.on_lost()
 
     def on_message(self, message: ToGateway) -> None:
         match message:
@@ -205,6 +218,8 @@ class Service:
                 self._on_welcome(message)
             case Kept():
                 self._takeovers.on_kept(message)
+            case DrainAnswer():
+                self._drains.on_answer(message)
             case Drain():
                 if self._status is not None:
                     self._status = self._status._replace(state="draining", reason=message.reason)

@@ -1,10 +1,10 @@
-"""The quire command: serve, chat, bench, quantize, keys, version."""
+"""The quire command: serve, chat, bench, drain, quantize, keys, version."""
 
 import argparse
 import sys
 from importlib import import_module
 
-COMMANDS = ("serve", "chat", "bench", "quantize", "keys", "version")  # each is a module with add_command
+COMMANDS = ("serve", "chat", "bench", "drain", "quantize", "keys", "version")  # each is a module with add_command
 
 
 def main(argv: list[str] | None = None) -> None:

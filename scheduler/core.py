@@ -20,6 +20,8 @@ from shared.messages import (
     STOPPED,
     Abort,
     Drain,
+    DrainAnswer,
+    DrainWorker,
     Fault,
     Finish,
     FromGateway,
@@ -76,6 +78,8 @@ class Core:
             case Kept():
                 self.cell.shelf.learn(message, now)
                 return []
+            case DrainWorker():
+                return self._on_drain_worker(outbox, message)
             case Drain():  # it sends nothing new; what it still streams goes on
                 return []
             case Reset(reason=reason):
@@ -124,6 +128,15 @@ class Core:
             found = shelf.answer(resume.ask, resume.stream, now)
         nothing = Kept(resume.ask, 0, resume.stream, 0, resume.tenant, b"", b"", 0, -1, 0, 0.0)
         return [(outbox.peer, kept) for kept in found or [nothing]]
+
+    def _on_drain_worker(self, outbox: Outbox, wish: DrainWorker) -> list[Out]:
+        replica = self.cell.replicas.get(wish.worker)
+        if replica is None:
+            names = ", ".join(sorted(self.cell.replicas)) or "none"
+            return [(outbox.peer, DrainAnswer(wish.ask, 0, f"there is no worker {wish.worker!r}; connected: {names}"))]
+        num_moved = len(replica.running)
+        out = self.workers.drain(replica, wish.reason) + self._recheck_waiting()
+        return [*out, (outbox.peer, DrainAnswer(wish.ask, num_moved, ""))]
 
     def _end_if_over(self, seq: Sequence) -> None:
         """A resumed sequence may have reached its end already."""

@@ -35,6 +35,8 @@ TAGS: dict[type, int] = {
             messages.StepPlan,
             messages.Resume,
             messages.Kept,
+            messages.DrainWorker,
+            messages.DrainAnswer,
         ),
         start=1,
     )

@@ -111,6 +111,14 @@ class Kept(NamedTuple):
     age_s: float  # time since the request arrived
 
 
+class DrainWorker(NamedTuple):
+    """An operator wants a worker to leave. Answered by DrainAnswer."""
+
+    ask: int  # comes back in the answer
+    worker: str  # its replica's name
+    reason: str
+
+
 # --- scheduler -> gateway -------------------------------------------------------------------------------------------
 
 
@@ -169,6 +177,14 @@ class Reject(NamedTuple):
     text: str  # for a person, with both numbers
     param: str  # request field at fault, or ""
     retry_after_s: float  # 0: do not retry unchanged
+
+
+class DrainAnswer(NamedTuple):
+    """The worker was told to leave and nothing runs there any more, or there is no such worker."""
+
+    ask: int
+    num_moved: int  # sequences that went back to the queue
+    error: str  # for a person, empty when it worked
 
 
 # --- worker -> scheduler --------------------------------------------------------------------------------------------
@@ -255,12 +271,12 @@ class StepPlan(NamedTuple):
     group_counts: I32  # [g, 2] of (number of decode rows, leading pages they share)
 
 
-GATEWAY_TO_SCHEDULER = (GatewayHello, Submit, Abort, Resume, Kept, Drain, Reset)
-SCHEDULER_TO_GATEWAY = (GatewayWelcome, Status, Tokens, PromptScores, Reject, Kept, Drain, Reset)
+GATEWAY_TO_SCHEDULER = (GatewayHello, Submit, Abort, Resume, Kept, DrainWorker, Drain, Reset)
+SCHEDULER_TO_GATEWAY = (GatewayWelcome, Status, Tokens, PromptScores, Reject, Kept, DrainAnswer, Drain, Reset)
 WORKER_TO_SCHEDULER = (WorkerHello, StepDone, WorkerAlive, Fault, Drain, Reset)
 SCHEDULER_TO_WORKER = (WorkerWelcome, StepPlan, Drain, Reset)
 
-FromGateway: TypeAlias = GatewayHello | Submit | Abort | Resume | Kept | Drain | Reset
-ToGateway: TypeAlias = GatewayWelcome | Status | Tokens | PromptScores | Reject | Kept | Drain | Reset
+FromGateway: TypeAlias = GatewayHello | Submit | Abort | Resume | Kept | DrainWorker | Drain | Reset
+ToGateway: TypeAlias = GatewayWelcome | Status | Tokens | PromptScores | Reject | Kept | DrainAnswer | Drain | Reset
 FromWorker: TypeAlias = WorkerHello | StepDone | WorkerAlive | Fault | Drain | Reset
 ToWorker: TypeAlias = WorkerWelcome | StepPlan | Drain | Reset

@@ -232,6 +232,8 @@ async def running(
                 for name in ("scheduler", *(f"r{number}" for number in range(workers)), *cell.ports):
                     cell.start(name)
                 await cell.ready()
+                scheduler = cell.roles["scheduler"]
+                await until(lambda: sum("replica ready" in line for _, line in scheduler.lines) >= workers)
                 yield cell
                 await cell.check_clean()
             finally:

@@ -1,12 +1,17 @@
 """Workers that die, drain or are poisoned beside others, rolling restarts, caches that survive, and the books afterwards."""
 
 import asyncio
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.cell import Cell, running, until
+from aiohttp.test_utils import TestServer
+
+from gateway.app import create_admin_app
+from tests.chaos.cell import ROOT, Cell, running, until
 from tests.chaos.follower import Follower
 from tests.chaos.requests import ask_all, bodies, essence
 from tests.integration.gateway_bench import Answer
@@ -79,19 +84,66 @@ async def test_a_draining_worker_gives_its_sequences_away_at_once(toy_folder: Pa
         assert (await cell.metrics())["quire_generated_tokens_total"] >= 2 * 100 * len(asked)
 
 
-async def test_a_rolling_restart_of_scheduler_and_workers_loses_nothing(toy_folder: Path) -> None:
+async def quire(*arguments: str) -> tuple[int | None, str, str]:
+    """Exit code and output of a quire command."""
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "quire.main", *arguments, stdout=pipe, stderr=pipe, cwd=ROOT
+    )
+    out, error = await child.communicate()
+    return child.returncode, out.decode(), error.decode()
+
+
+async def test_quire_drain_moves_the_sequences_of_a_worker_and_ends_it(toy_folder: Path) -> None:
     async with running(toy_folder, "--delay-s=0.02", workers=2) as cell:
+        async with TestServer(create_admin_app(cell.session, cell.config)) as admin:
+            number = admin.port
+            port = f"--admin-port={number}"
+            asked = bodies(100)
+            expected = await ask_all(cell, asked)
+            asking = asyncio.create_task(ask_all(cell, asked))
+            await computing(cell, len(asked))
+            code, out, error = await quire("drain", "r0", port)
+            assert (code, error) == (0, "") and re.fullmatch(r"r0 leaves; \d+ of its sequences moved\n", out)
+            assert await cell.roles["r0"].ended() == 0
+            assert not asking.done(), "it ended before the streams did"
+            assert await asking == expected
+            code, out, error = await quire("drain", "r0", port)
+            assert (code, out, error) == (1, "", "quire: error: there is no worker 'r0'; connected: r1\n")
+            url = f"http://127.0.0.1:{number}/drain/r1"
+            async with cell.client.post(url, headers={"Origin": "http://example.org"}) as response:
+                assert response.status == 403
+            async with cell.client.get(url) as response:
+                assert response.status == 405
+        code, out, error = await quire("drain", "r1", port)
+        assert code == 1 and f"no gateway answers on 127.0.0.1 port {number}:" in error
+        code, out, error = await quire("drain", "r1")
+        assert code == 2 and error.startswith("quire: error: admin_port = 0")
+
+
+async def test_a_rolling_restart_of_every_role_loses_nothing(toy_folder: Path) -> None:
+    async with running(toy_folder, "--delay-s=0.02", workers=2, gateways=1) as cell:
         asked = bodies(150)
         expected = await ask_all(cell, asked)
+        streams = {name: Follower(cell.client, body, resumable=False) for name, body in asked.items() if body.get("stream")}
+        reading = asyncio.gather(*(each.begin(cell.url("g0")) for each in streams.values()))
         asking = asyncio.create_task(ask_all(cell, asked))
         await computing(cell, len(asked))
+        gateway = cell.roles["g0"]
+        gateway.signal(signal.SIGTERM)
         for name in ("r0", "scheduler", "r1"):
             role = cell.roles[name]
             role.signal(signal.SIGTERM)
             assert await role.ended() == 0
             await cell.restart(name)
             await until(lambda: cell.roles["scheduler"].seen("replica ready"))
+        assert not asking.done() and gateway.code is None, "its streams go on"
         assert await asking == expected
+        await reading
+        assert {name: essence(each.answer) for name, each in streams.items()} == {name: expected[name] for name in streams}
+        assert await gateway.ended() == 0
+        await cell.restart("g0")
+        await cell.ready()
 
 
 async def test_the_prefix_cache_survives_the_scheduler(toy_folder: Path) -> None:

@@ -6,7 +6,20 @@ from typing import Any
 import pytest
 
 from shared.columns import i32
-from shared.messages import PROTOCOL, Drain, Fault, Finish, GatewayHello, Reset, StepDone, StepPlan, WorkerAlive, WorkerWelcome
+from shared.messages import (
+    PROTOCOL,
+    Drain,
+    DrainAnswer,
+    DrainWorker,
+    Fault,
+    Finish,
+    GatewayHello,
+    Reset,
+    StepDone,
+    StepPlan,
+    WorkerAlive,
+    WorkerWelcome,
+)
 from tests.unit.scheduler.cells import SmallCell, rows_of
 
 PEER = "w/r/0/1"
@@ -383,3 +396,23 @@ def test_a_worker_that_claims_too_much_is_refused(claim: dict[str, Any]) -> None
     peer = small.join(**claim)
     assert small.cell.replicas == {}
     assert any(to == peer and isinstance(message, Reset) and message.fatal for to, message in small.sent)
+
+
+def test_an_operator_sends_a_worker_away() -> None:
+    small = SmallCell()
+    small.join("r")
+    small.submit(1, [1, 2, 3], 8)
+    small.answer("w/r/0/1")
+    small.gateway(DrainWorker(5, "x", "test"))
+    small.gateway(DrainWorker(6, "r", "test"))
+    answers = [message for _, message in small.sent if isinstance(message, DrainAnswer)]
+    assert answers == [DrainAnswer(5, 0, "there is no worker 'x'; connected: r"), DrainAnswer(6, 1, "")]
+    assert ("w/r/0/1", Drain("test")) in small.sent and small.replica().draining
+    small.worker("w/r/0/1", Drain("told to"))  # what the worker says to that: it is answered, and ends
+    assert ("w/r/0/1", Drain("told to")) in small.sent
+    small.gone("w/r/0/1")
+    small.gateway(DrainWorker(7, "r", "test"))
+    assert small.sent[-1][1] == DrainAnswer(7, 0, "there is no worker 'r'; connected: none")
+    small.join("s")
+    small.run()
+    assert small.ends[1] == Finish.LENGTH and small.output[1] == [7] * 8 and small.empty

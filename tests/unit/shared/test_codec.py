@@ -141,6 +141,8 @@ def test_every_message_has_a_tag_and_tags_are_what_they_were() -> None:
         "StepPlan": 16,
         "Resume": 17,
         "Kept": 18,
+        "DrainWorker": 19,
+        "DrainAnswer": 20,
     }
 
 
