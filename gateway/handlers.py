@@ -127,7 +127,7 @@ async def go_on(request: web.Request) -> web.StreamResponse:
         grace_s = request.app[CONFIG].resume_grace_s
         raise resume.not_found(name, f"it never was, or was left more than {grace_s:g} s ago, or is not yours")
     with tenant.request(time.monotonic()):
-        again = resume.reopen(session, tenant, found, seen)
+        again = await resume.reopen(session, tenant, found, seen)
         ticket = again.ticket
         reply = Reply(ticket.request, session.model.tokenizer, ticket.model, ticket.answer_id, ticket.created)
         return await stream(request, again.prepared, reply, again.place)
@@ -144,11 +144,15 @@ async def stream(
     try:
         listener.run = session.open(prepared, listener)
         async with listener.run as run:
+            if prepared.known:
+                if any(known.output for known in prepared.known):
+                    await writer.open()
+                await run.retell(writer.drain)
             try:
                 await asyncio.wait_for(run.begun.wait(), config.sse_comment_s)
             except TimeoutError:
                 writer.comment()
-            if run.failure is not None:
+            if run.failure is not None and writer.response is None:
                 raise run.failure
             response = await writer.open()
             await run.done.wait()

@@ -5,6 +5,7 @@ choice are a pure function of both, so whoever takes a stream over makes them ag
 client has: its last event id, "STREAM:4.0.7-0", counts them, by choice and (after the dash) of the end.
 """
 
+import asyncio
 import re
 import secrets
 from array import array
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter
 from gateway.choice import Choice, Entry
 from gateway.errors import ApiError, BadRequest
 from gateway.request import ValidRequest
-from gateway.run import Known, Prepared, Run
+from gateway.run import RETOLD_AT_ONCE, Known, Prepared, Run
 from gateway.sequence import Prompt
 from shared.messages import Finish, Kept
 
@@ -75,13 +76,13 @@ class Place:
         self._stream = stream
         self._made = [0] * (num_choices + 1)
 
-    def mark(self, choice: int, frame: bytes) -> bytes:
-        """The next event of a choice (the number of choices: of the end) with its id; nothing where the client has it."""
+    def mark(self, choice: int) -> bytes | None:
+        """The id line of the next event of a choice (the number of choices: of the end); None where the client has it."""
         self._made[choice] += 1
         if self._made[choice] <= self.seen[choice]:
-            return b""
+            return None
         *choices, end = map(max, self._made, self.seen)
-        return f"id: {self._stream}:{'.'.join(map(str, choices))}-{end}\n".encode() + frame
+        return f"id: {self._stream}:{'.'.join(map(str, choices))}-{end}\n".encode()
 
 
 def read_event_id(text: str | None, stream: str) -> list[int]:
@@ -103,7 +104,7 @@ class Reopened:
     place: Place
 
 
-def reopen(session: "Session", tenant: "Tenant", found: list[Kept], seen: list[int]) -> Reopened:
+async def reopen(session: "Session", tenant: "Tenant", found: list[Kept], seen: list[int]) -> Reopened:
     """The request of these choices again, with what is known of its answer. ApiError when a choice is missing."""
     kept = {each.choice: each for each in found}
     tickets = {choice: _TICKETS.validate_json(each.ticket) for choice, each in kept.items()}
@@ -127,7 +128,7 @@ def reopen(session: "Session", tenant: "Tenant", found: list[Kept], seen: list[i
     place = Place(stream, ticket.num_choices, seen)
     known = [Known(array("i", kept[at].tokens)[kept[at].num_prompt :], kept[at].reason, kept[at].cached) for at in sorted(kept)]
     if ticket.request.logprobs >= 0:
-        known = _without_unscored(session, prepared, known, place.seen)
+        known = await _without_unscored(session, prepared, known, place.seen)
     return Reopened(ticket, replace(prepared, known=known), place)
 
 
@@ -150,14 +151,16 @@ class _Listed:
         pass
 
 
-def _without_unscored(session: "Session", prepared: Prepared, known: list[Known], seen: list[int]) -> list[Known]:
+async def _without_unscored(session: "Session", prepared: Prepared, known: list[Known], seen: list[int]) -> list[Known]:
     """Nobody keeps log-probabilities: from the first token on that the client has not seen listed, all are computed again."""
     request, listed = prepared.request, _Listed()
     num_opening = 1 if request.messages is not None or request.return_token_ids else 0
     shortened = []
     for choice, each in zip(Run(session, prepared, listed).choices, known, strict=True):
         choice.start(listed)
-        for token in each.output:
+        for number, token in enumerate(each.output):
+            if number % RETOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if listed.num_events[choice.index] + num_opening >= seen[choice.index] or choice.finish_reason:
                 break
             choice.retell(token)

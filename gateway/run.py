@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.session import Session
 
 REASONS = {"stop": Finish.STOP, "length": Finish.LENGTH}
+RETOLD_AT_ONCE = 64  # tokens between which others have their turn
 DEADLINE_GRACE_S = 1.0  # that the scheduler's own answer to a passed deadline may take
 
 
@@ -106,33 +107,39 @@ class Run:
     async def __aenter__(self) -> "Run":
         for choice in self.choices:
             choice.start(self._listener)
-        self._retell()
         self._session.remember(self)
         if self._recipe.deadline_s:  # the scheduler's to notice, unless there is none
             loop = asyncio.get_running_loop()
             late = ApiError(504, "The deadline of this request passed", code="deadline_exceeded")
             self._timer = loop.call_at(self._recipe.arrived + self._recipe.deadline_s + DEADLINE_GRACE_S, self.fail, late)
+        if not self._known:
+            self._submit()
+        return self
+
+    def _submit(self) -> None:
         for choice in self.choices:
             if not choice.finish_reason and self.failure is None:
                 self._session.service.submit(choice.sequence)
-        return self
 
-    def _retell(self) -> None:
-        """Begin where a stream that was taken over has come to."""
+    async def retell(self, pause: Callable[[], Awaitable[None]]) -> None:
+        """Begin where a stream that was taken over has come to; pause is awaited every RETOLD_AT_ONCE tokens."""
         self._retelling = True
         for choice, known in zip(self.choices, self._known, strict=False):
             sequence = choice.sequence
             sequence.cached = known.cached
             if known.output:
                 sequence.num_scored = len(sequence.prompt.ids)
-            for token in known.output:
-                choice.retell(token)
-                if choice.finish_reason:
+            for number, token in enumerate(known.output):
+                if number % RETOLD_AT_ONCE == 0:
+                    await pause()
+                if choice.finish_reason or self.done.is_set():
                     break
-            if known.reason and not choice.finish_reason:
+                choice.retell(token)
+            if known.reason and not choice.finish_reason and not self.done.is_set():
                 choice.on_finish(known.reason)
         self._retelling = False
         self.num_retold = sum(choice.num_tokens for choice in self.choices)
+        self._submit()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

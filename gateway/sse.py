@@ -30,7 +30,7 @@ class EventWriter:
         self._comment_s = comment_s
         self._loop = asyncio.get_running_loop()
         self._waiting: list[bytes] = []
-        self._response: web.StreamResponse | None = None
+        self.response: web.StreamResponse | None = None  # once it is open
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = request.version >= (1, 1)
         self._timer: asyncio.TimerHandle | None = None
@@ -55,20 +55,28 @@ class EventWriter:
         transport.abort()
 
     async def open(self) -> web.StreamResponse:
-        """Send the headers and everything that waited."""
+        """Send the headers and everything that waited, unless that was done."""
+        if self.response is not None:
+            return self.response
         response = web.StreamResponse(headers=HEADERS | ({STREAM_HEADER: self._stream} if self._stream else {}))
         if self._chunked:
             response.enable_chunked_encoding()
         else:
             response.force_close()
         await response.prepare(self._request)
-        self._response = response
+        self.response = response
         transport = self._transport = cast("asyncio.WriteTransport | None", self._request.transport)
         waiting, self._waiting = self._waiting, []
         if waiting and transport is not None:
             self.send(b"".join(waiting))
         self._timer = self._loop.call_later(self._comment_s, self._comment)
         return response
+
+    async def drain(self) -> None:
+        """Until a reader who reads has most of what was sent."""
+        await asyncio.sleep(0)
+        while self._transport is not None and self._transport.get_write_buffer_size() > self._limit_bytes // 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     def comment(self) -> None:
         self.send(COMMENT)
@@ -83,11 +91,11 @@ class EventWriter:
     async def close(self) -> None:
         """End the response; a client that does not read its end is cut off."""
         self.stop()
-        if self._response is None or self._transport is None or self._transport.is_closing():
+        if self.response is None or self._transport is None or self._transport.is_closing():
             return
         try:
             async with asyncio.timeout(LAST_S):
-                await self._response.write_eof()
+                await self.response.write_eof()
         except TimeoutError:
             self._drop(self._transport)
 
@@ -113,38 +121,39 @@ class StreamReply:
         before = self._before.get(choice.index)
         if before is None:
             before = self._begin(choice)
+        if (mark := self._mark(choice.index)) is None:
+            return
         if self._simple:
-            self._send(choice.index, before + quote(text).encode() + self._reply.after)
+            self._writer.send(mark + before + quote(text).encode() + self._reply.after)
         else:
-            self._send_chunk(choice, self._reply.growth(choice, text, entries))
+            self._send_chunk(mark, self._reply.growth(choice, text, entries))
 
     def on_end(self, choice: Choice) -> None:
         if choice.index not in self._before:
             self._begin(choice)
-        self._send_chunk(choice, self._reply.ending(choice))
+        if (mark := self._mark(choice.index)) is not None:
+            self._send_chunk(mark, self._reply.ending(choice))
 
     def _begin(self, choice: Choice) -> bytes:
         before = self._before[choice.index] = self._reply.before(choice.index)
-        if self._reply.chat or self._reply.request.return_token_ids:
-            self._send_chunk(choice, self._reply.opening(choice))
+        opens = self._reply.chat or self._reply.request.return_token_ids
+        if opens and (mark := self._mark(choice.index)) is not None:
+            self._send_chunk(mark, self._reply.opening(choice))
         return before
 
-    def _send_chunk(self, choice: Choice, body: dict[str, object]) -> None:
+    def _send_chunk(self, mark: bytes, body: dict[str, object]) -> None:
         usage = self.run.usage if self.run is not None and self._reply.request.continuous_usage else None
-        self._send(choice.index, self._reply.chunk([body], usage))
+        self._writer.send(mark + self._reply.chunk([body], usage))
 
-    def _send(self, index: int, frame: bytes) -> None:
-        """An event of a choice (the number of choices: of the end)."""
-        if self._place is not None:
-            frame = self._place.mark(index, frame)
-        if frame:
-            self._writer.send(frame)
+    def _mark(self, index: int) -> bytes | None:
+        """What stands before the next event of a choice (the number of choices: of the end); None: the client has it."""
+        return b"" if self._place is None else self._place.mark(index)
 
     def finish(self, run: Run) -> None:
         """The last frames of a good stream, or the error of a failed one (which has no [DONE])."""
         if run.failure is not None:
             self._writer.send(b"data: " + dump(run.failure.body()).encode() + b"\n\n")
             return
-        if self._reply.request.include_usage:
-            self._send(len(run.choices), self._reply.chunk([], run.usage))
+        if self._reply.request.include_usage and (mark := self._mark(len(run.choices))) is not None:
+            self._writer.send(mark + self._reply.chunk([], run.usage))
         self._writer.send(b"data: [DONE]\n\n")

@@ -54,15 +54,14 @@ class Follower:
         async with self._client.get(f"{url}/v1/streams/{self.stream}", headers=headers) as response:
             await self._read(response, limit)
 
-    async def to_the_end(self, urls: list[str]) -> None:
-        """Go on at one gateway after the other until all is there. A server that is not ready is asked again."""
-        for attempt in itertools.count():
-            if self.done:
+    async def to_the_end(self, urls: list[str], limit: int = 2**31) -> None:
+        """Go on at one gateway after the other until all is there, or so much. A server that is not ready is asked again."""
+        for url in itertools.cycle(urls):
+            if self.done or len(self.events) >= limit:
                 return
-            url = urls[attempt % len(urls)]
             with contextlib.suppress(aiohttp.ClientConnectionError):
                 try:
-                    await (self.go_on(url) if self.stream else self.begin(url))
+                    await (self.go_on(url, limit) if self.stream else self.begin(url, limit))
                 except Refused as refusal:
                     if refusal.status != 503:
                         raise

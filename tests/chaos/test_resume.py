@@ -1,12 +1,16 @@
 """Resumable streams: cut off at any event, by the client or by the death of its gateway, they go on at another gateway."""
 
 import asyncio
+import json
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from gateway import app
 from gateway.api_keys import hashed
 from tests.chaos.cell import Cell, running, until
 from tests.chaos.follower import Follower
@@ -110,7 +114,7 @@ async def test_what_is_left_survives_the_scheduler_and_a_frozen_gateway_does_no_
         await cell.ready()
         for follower in followers.values():
             if not follower.done:
-                await follower.go_on(cell.url("g1"), 16)
+                await follower.to_the_end([cell.url("g1")], 16)
         frozen = cell.roles["g1"]
         reading = asyncio.gather(*(each.go_on(cell.url("g1")) for each in followers.values() if not each.done))
         await until(lambda: all(each.done or len(each.events) > 20 for each in followers.values()))
@@ -140,6 +144,32 @@ async def test_whoever_comes_takes_it_over(toy_folder: Path) -> None:
         found = await cell.check_clean()
         assert found["quire_prompt_tokens_total"] == 1, "billed once"
         assert found["quire_generated_tokens_total"] == 100
+
+
+async def test_a_long_stream_is_told_again_no_faster_than_it_is_read(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first event on: far more than a reader may be behind while tokens come."""
+
+    def little_room(request: web.Request) -> None:
+        assert request.transport is not None
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+
+    monkeypatch.setattr(app, "_cut_off_who_does_not_read", little_room)  # the kernel would take megabytes
+    async with running(toy_folder, "--delay-s=0.001", write_buffer_bytes=2**16) as cell:
+        body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "seed": 1}
+        follower = Follower(cell.client, body)
+        await follower.begin(cell.url(), 1800)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", cell.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
+        writer.write(f"GET /v1/streams/{follower.stream} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        await asyncio.sleep(1.0)
+        text = (await asyncio.wait_for(reader.read(), 20)).decode()
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert [event["choices"] for event in events[:1800]] == [event["choices"] for event in follower.events]
+        assert events[-1]["usage"]["completion_tokens"] == 2000
+        writer.close()
 
 
 async def test_refusals(toy_folder: Path, tmp_path: Path) -> None:
