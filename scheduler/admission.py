@@ -95,12 +95,12 @@ def overload(cell: Cell, seq: Sequence, now: float) -> str:
     """Which limit of the queue one more sequence would break, with both numbers; empty when none. An empty queue takes all."""
     waiting, account = cell.waiting, seq.account
     if len(waiting) >= cell.max_queued and account.waiting >= _part(cell, account, cell.max_queued):
-        return f"{len(waiting)} sequences are waiting, at most {cell.max_queued} may{_own(account)}"
+        return f"{len(waiting)} sequences are waiting, at most {cell.max_queued} may{_besides(cell, account, now)}"
     if not len(waiting):
         return ""
     num_tokens, own_tokens = waiting.num_tokens + len(seq.tokens), account.waiting_tokens + len(seq.tokens)
     if 0 < cell.max_queued_tokens < num_tokens and own_tokens > _part(cell, account, cell.max_queued_tokens):
-        return f"{num_tokens} tokens would be waiting, at most {cell.max_queued_tokens} may{_own(account)}"
+        return f"{num_tokens} tokens would be waiting, at most {cell.max_queued_tokens} may{_besides(cell, account, now)}"
     rate = cell.queue_rate.per_s(now)
     wait_s = _ahead(cell, account) / rate if rate > 0 else 0.0
     if 0 < cell.max_wait_s < wait_s:
@@ -113,8 +113,10 @@ def _part(cell: Cell, account: Account, limit: int) -> float:
     return limit * account.weight / cell.accounts.waiting_weight(account)
 
 
-def _own(account: Account) -> str:
-    return f"; {account.waiting} of them are of your tenant" if account.waiting else ""
+def _besides(cell: Cell, account: Account, now: float) -> str:
+    """What else somebody who is refused may want to know."""
+    own = f"{account.waiting} of the sequences are of your tenant; " if account.waiting < len(cell.waiting) else ""
+    return f"; {own}the predicted wait is {predicted_wait_s(cell, now):.1f} s"
 
 
 def _ahead(cell: Cell, account: Account) -> float:

@@ -4,7 +4,7 @@ Nothing here reads a clock or a socket. on_* take a message and answer it; pump 
 follow every call (the service does it once for all messages that arrived together).
 """
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import assert_never
 
 from scheduler import audit, workers
@@ -245,6 +245,7 @@ class Core:
             self.cell.accounts.forget_idle()
             self._audit()
         status = self.status(now)
+            self._sweep_deadlines()
         signature = (status.state, status.reason, status.max_model_len, status.pool_tokens)
         if signature != self._status or now >= self._status_at + STATUS_S:
             self._status, self._status_at = signature, now
@@ -266,6 +267,13 @@ class Core:
 
     def _audit(self) -> None:
         """Everything when idle; when busy the sums, and now and then everything."""
+    def _sweep_deadlines(self) -> None:
+        """Sequences end long before their deadline: those that have are dropped when they are the greater part."""
+        live = sum(len(outbox.sequences) for outbox in self.cell.gateways.values())
+        if len(self._deadlines) > 2 * live:
+            self._deadlines = [each for each in self._deadlines if each[2].outbox.sequences.get(each[2].id) is each[2]]
+            heapify(self._deadlines)
+
         self._audits += 1
         for replica in self.cell.replicas.values():
             thorough = not replica.running or self._audits % BUSY_AUDITS == 0

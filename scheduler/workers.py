@@ -13,7 +13,8 @@ _REGISTRATION_BYTES = 20
 # What a worker may claim to have: the scheduler sets aside memory for its pages and slots.
 LIMITS = {"num_pages": (2, 2**24), "num_slots": (2, 2**16), "max_batched_tokens": (1, 2**24), "max_model_len": (1, 2**28)}
 MOST_RANKS = 1024
-REMEMBERED_REPLICAS = 64  # dropped ones that may come back under their name
+REMEMBERED_PAGES = 2**20  # of dropped replicas that may come back under their name; the oldest are forgotten first
+REMEMBERED_REPLICAS = 64
 
 
 def _inventory(hello: WorkerHello) -> dict[int, bytes]:
@@ -137,8 +138,7 @@ class Workers:
         cell = self._cell
         cell.counters.failovers += 1
         self._certain[replica.name] = replica.acknowledged()
-        while len(self._certain) > REMEMBERED_REPLICAS:
-            del self._certain[next(iter(self._certain))]
+        self._forget_certain()
         failing = [flight for flight in replica.in_flight if flight.step == step] or list(replica.in_flight)[:1]
         struck = failing[0].live if failing else []
         was_alone = replica.alone is not None
@@ -168,4 +168,11 @@ class Workers:
         for seq in list(replica.running):
             self._cell.requeue(seq)
         self._cell.learn_limits()
+    def _forget_certain(self) -> None:
+        """Keep what is remembered of dropped replicas bounded; of the last one all is kept."""
+        certain = self._certain
+        num_pages = sum(map(len, certain.values()))
+        while len(certain) > 1 and (len(certain) > REMEMBERED_REPLICAS or num_pages > REMEMBERED_PAGES):
+            num_pages -= len(certain.pop(next(iter(certain))))
+
         return [(peer, Drain(reason)) for peer in replica.peers]

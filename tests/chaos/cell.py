@@ -52,6 +52,12 @@ class Role:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
 
     @property
+    def resident_bytes(self) -> int:
+        """Memory of the process that is its own and in RAM."""
+        pages = Path(f"/proc/{self._child.pid}/statm").read_text().split()
+        return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
     def code(self) -> int | None:
         return self._child.poll()
 

@@ -332,3 +332,16 @@ def test_leaving_scheduler_sends_everybody_away() -> None:
     kinds = [(peer, type(message).__name__) for peer, message in out]
     assert kinds == [(GATEWAY, "Status"), (GATEWAY, "Reset"), ("w/r/0/1", "Reset")]
     assert out[0][1][0] == "draining"
+
+
+def test_ended_sequences_do_not_wait_for_their_deadline() -> None:
+    small = SmallCell()
+    small.join()
+    for number in range(1, 200):
+        small.submit(number, [1, 2, 3], 2, deadline_s=3600.0)
+        small.run()
+    small.submit(300, [1, 2, 3], 2, deadline_s=50.0)
+    small.tick(1.0)
+    assert [each[2].id for each in small.core._deadlines] == [300]
+    small.tick(50.0)
+    assert small.ends[300] == Finish.DEADLINE and not small.core._deadlines

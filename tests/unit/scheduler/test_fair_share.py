@@ -219,11 +219,12 @@ def test_a_full_queue_still_takes_a_share_of_every_tenant() -> None:
     small = SmallCell(max_queued=10)
     for number in range(1, 12):
         small.submit(number, [1, 2], tenant="a")
-    assert "10 sequences are waiting, at most 10 may; 10 of them are of your tenant" in small.rejects[11].text
+    assert small.rejects[11].text == "10 sequences are waiting, at most 10 may; the predicted wait is 600.0 s"
     for number in range(21, 32):
         small.submit(number, [1, 2], tenant="b", weight=4)
     assert sorted(small.rejects) == [11, *range(29, 32)], "four fifths of ten"
-    assert small.rejects[29].status == 429 and small.rejects[29].retry_after_s > 0
+    assert small.rejects[29].status == 429 and small.rejects[29].retry_after_s == 600
+    assert "18 sequences are waiting, at most 10 may; 8 of the sequences are of your tenant" in small.rejects[29].text
     small.join()
     small.run()
     assert small.empty

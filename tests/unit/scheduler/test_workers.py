@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from scheduler import workers
 from shared.columns import i32
 from shared.messages import (
     PROTOCOL,
@@ -416,3 +417,15 @@ def test_an_operator_sends_a_worker_away() -> None:
     small.join("s")
     small.run()
     assert small.ends[1] == Finish.LENGTH and small.output[1] == [7] * 8 and small.empty
+
+
+def test_what_is_remembered_of_dropped_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "REMEMBERED_PAGES", 40)
+    small = SmallCell()
+    for number in range(100):
+        small.join(f"r{number}")
+        small.submit(number + 1, [number] * 32, 2)
+        small.run()
+        small.gone(f"w/r{number}/0/1")
+    certain = small.core.workers._certain
+    assert list(certain) == [f"r{number}" for number in range(95, 100)] and sum(map(len, certain.values())) == 40
