@@ -1,11 +1,14 @@
 """KV pages of all layers in one allocation. Page 0 is scratch: padding reads and writes it, nobody's content lies there.
 
+Pages hold the activations' type, or float8_e4m3fn: values over a scale per layer and head (Layer.kv_scales), in half the bytes.
 Cells beyond a row's length hold anything, also NaN: no kernel reads them.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
 
 
 class KVCache:
@@ -30,8 +33,8 @@ class KVCache:
         self.layers: list[tuple[Tensor, Tensor]] = [(self._keys(layer[0]), layer[1]) for layer in self.storage]
 
     def _keys(self, pages: Tensor) -> Tensor:
-        """On a CPU the keys of a page lie dimension by dimension, as the scores of 16 keys at once want them."""
-        if not self._on_cpu:
+        """On a CPU the keys of a page lie dimension by dimension, as the scores of 16 keys at once want them; not float8."""
+        if not self._on_cpu or pages.dtype == FLOAT8:
             return pages
         num_pages, kv_heads, page_tokens, head_dim = pages.shape
         return pages.view(num_pages, kv_heads, head_dim, page_tokens).transpose(2, 3)
@@ -42,10 +45,11 @@ class KVCache:
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """i64[n] each; all sources are read before any target is written."""
-        self.storage.index_copy_(2, targets, self.storage.index_select(2, sources))
+        stored = self.storage.view(torch.uint8) if self.storage.dtype == FLOAT8 else self.storage
+        stored.index_copy_(2, targets, stored.index_select(2, sources))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeroed memory from the system, which takes none until it is touched (torch.zeros would write it)."""
-    words = np.zeros(shape, np.int16 if dtype.itemsize == 2 else np.int32)
+    words = np.zeros(shape, {1: np.int8, 2: np.int16, 4: np.int32}[dtype.itemsize])
     return torch.from_numpy(words).view(dtype)

@@ -28,8 +28,12 @@ class Ops(Protocol):
         q_norm: Tensor | None,  # [d]
         k_norm: Tensor | None,
         eps: float,
+        kv_scales: Tensor | None = None,  # f32[2, hkv], of keys and of values: pages hold value / scale as float8
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, hq, d], k and v [T, hkv, d], views of qkv: q and k normed and rotated in place, k and v in batch.cells too."""
+        """q [T, hq, d], k and v [T, hkv, d], views of qkv: q and k normed and rotated in place, k and v in batch.cells too.
+
+        With pages of float8, k and v are afterwards what readers of the pages get: chunks change no key.
+        """
 
     def attention(
         self,
@@ -43,6 +47,7 @@ class Ops(Protocol):
         scale: float,
         window: int,  # keys a query sees, itself included; 0: all
         soft_cap: float,  # 0: none
+        kv_scales: Tensor | None = None,
     ) -> Tensor: ...
 
     def silu_mul(self, x: Tensor) -> Tensor: ...
@@ -50,6 +55,6 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, slots: Slots, row_slots: Tensor, positions: Tensor, needs: Needs) -> Sampled: ...
 
 
-def load(device: torch.device) -> Ops:
-    name = "gpu_worker.kernels.table" if device.type == "cuda" else "gpu_worker.cpu"
-    return cast(Ops, importlib.import_module(name))
+def load(device: torch.device, *, float8_pages: bool = False) -> Ops:
+    on_cpu = "gpu_worker.cpu.float8_pages" if float8_pages else "gpu_worker.cpu"
+    return cast(Ops, importlib.import_module("gpu_worker.kernels.table" if device.type == "cuda" else on_cpu))

@@ -51,8 +51,8 @@ def run_decode(
     )
     cache = (q, case.k_cache, case.v_cache, case.page_table)
     if groups and not window:
-        attention_shared(*cache, case.row_slots, space, scale, soft_cap)
-    return attention_decode(*cache, space, scale, soft_cap, out=torch.full_like(q.contiguous(), float("nan")))
+        attention_shared(*cache, case.row_slots, space, scale, soft_cap, case.kv_scales)
+    return attention_decode(*cache, space, scale, soft_cap, case.kv_scales, out=torch.full_like(q.contiguous(), float("nan")))
 
 
 def check_decode(
@@ -69,8 +69,10 @@ def check_decode(
     target: int = 64,
     seed: int = 0,
     spare_pages: int = 7,
+    float8: bool = False,
 ) -> None:
     case = paged(lengths, kv_heads, head, page, dtype, device, groups, spare_pages, seed)
+    case = case.in_float8() if float8 else case
     # Queries with the row stride of a qkv product.
     wide = torch.randn((len(lengths), (q_heads + 2 * kv_heads) * head), device=device).to(dtype)
     q, _, _ = reference.heads(wide, q_heads, kv_heads, head)
@@ -94,10 +96,12 @@ def check_prefill(
     soft_cap: float = 0.0,
     seed: int = 0,
     spare_pages: int = 7,
+    float8: bool = False,
     **options: Any,
 ) -> None:
     """rows: (cached prefix, new tokens). The new tokens' cells in the cache stay NaN: they come from k_new and v_new."""
     case = paged([prefix for prefix, _ in rows], kv_heads, head, page, dtype, device, None, spare_pages, seed)
+    case = case.in_float8() if float8 else case
     case.row_slots = torch.arange(len(rows) + 2, 2, -1, dtype=torch.int32, device=device)
     new = [count for _, count in rows]
     starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32, device=device)
@@ -110,7 +114,7 @@ def check_prefill(
     out = torch.full((sum(new) + padding, q_heads, head), float("nan"), dtype=dtype, device=device)
     attention_prefill(
         q, k, v, case.k_cache, case.v_cache, case.page_table, case.row_slots, starts, lens, head**-0.5, window, soft_cap,
-        out=out, **options,
+        out=out, kv_scales=case.kv_scales, **options,
     )  # fmt: skip
     for row, (_, count) in enumerate(rows):
         span = slice(int(starts[row]), int(starts[row]) + count)
@@ -130,10 +134,12 @@ def check_prefill_of_copies(
     page: int,
     dtype: torch.dtype,
     device: str,
+    float8: bool = False,
     **options: Any,
 ) -> None:
     """rows: (cached prefix, new tokens). Rows that gather_keys copies equal the same rows read through pages."""
     case = paged([sum(each) for each in rows], kv_heads, head, page, dtype, device, None, 7, 0)
+    case = case.in_float8() if float8 else case
     new = [count for _, count in rows]
     starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32, device=device)
     q = torch.randn((sum(new), q_heads, head), device=device).to(dtype)
@@ -144,10 +150,11 @@ def check_prefill_of_copies(
     host = (case.row_slots.cpu().numpy(), np.array(new, np.int32), case.context_lens.cpu().numpy())
     plan = gather_keys.plan_gather(*host, torch.device(device), min_queries=32, min_prefix=32)
     assert plan is not None and (plan.starts < 0).any(), "some rows are copied, some are not"
-    copies = (*gather_keys.gather_keys(case.k_cache, case.v_cache, case.page_table, plan), plan.starts)
+    gathered = gather_keys.gather_keys(case.k_cache, case.v_cache, case.page_table, plan, dtype, case.kv_scales)
+    copies = (*gathered, plan.starts)
     out = attention_prefill(
         q, k_new, v_new, case.k_cache, case.v_cache, case.page_table, case.row_slots, starts, case.context_lens, head**-0.5,
-        copies=copies, **options,
+        copies=copies, kv_scales=case.kv_scales, **options,
     )  # fmt: skip
     for row, (keys, values) in enumerate(context):
         span = slice(int(starts[row]), int(starts[row + 1]))

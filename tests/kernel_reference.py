@@ -1,9 +1,11 @@
 """Naive float64 references of the kernels, and paged caches whose every unused cell is NaN."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from gpu_worker.reference.float8 import to_float8
 
 MASK = 0xFFFFFFFF
 
@@ -28,15 +30,33 @@ class Paged:
     row_slots: Tensor
     context_lens: Tensor
     groups: list[tuple[int, int]]
+    kv_scales: Tensor | None = None  # f32[2, hkv]: the caches hold float8
+
+    def in_float8(self) -> "Paged":
+        """The same, rounded to float8, every head with a scale of its own; unused cells are still NaN."""
+        scales = torch.rand((2, self.k_cache.shape[1]), device=self.k_cache.device) * 0.02 + 0.01
+        k, v = (
+            to_float8(cache.transpose(1, 2).flatten(0, 1), each).view(cache.transpose(1, 2).shape).transpose(1, 2).contiguous()
+            for cache, each in zip((self.k_cache, self.v_cache), scales, strict=True)
+        )
+        return replace(self, k_cache=k, v_cache=v, kv_scales=scales)
 
     def context(self, row: int) -> tuple[Tensor, Tensor]:
         """k, v of the row, float64 [context, hkv, d]."""
         page = self.k_cache.shape[2]
         length = int(self.context_lens[row])
         pages = self.page_table[int(self.row_slots[row]), : -(-length // page)].long()
-        return tuple(  # type: ignore[return-value]
-            cache[pages].double().transpose(1, 2).flatten(0, 1)[:length] for cache in (self.k_cache, self.v_cache)
+        scales = torch.ones(2, self.k_cache.shape[1], device=pages.device) if self.kv_scales is None else self.kv_scales
+        k, v = (
+            _pages(cache, pages).transpose(1, 2).flatten(0, 1)[:length] * each.double()[:, None]
+            for cache, each in zip((self.k_cache, self.v_cache), scales, strict=True)
         )
+        return k, v
+
+
+def _pages(cache: Tensor, pages: Tensor) -> Tensor:
+    """float64 of some pages; torch picks no float8, only bytes."""
+    return (cache.view(torch.uint8)[pages].view(cache.dtype) if cache.itemsize == 1 else cache[pages]).double()
 
 
 def paged(

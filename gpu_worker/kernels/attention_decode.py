@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpu_worker.kernels.decode_schedule import DecodeSchedule
 from gpu_worker.kernels.launch import begin_short_kernel, overlapped, release_next, wait_for_previous
+from gpu_worker.kernels.pages import codes, load_cells, scale_of
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -25,6 +26,7 @@ def _attention_decode(
     counts,
     part_values,
     part_sums,
+    kv_scales,
     scale,
     soft_cap,
     q_row_stride,
@@ -64,6 +66,8 @@ def _attention_decode(
     head_cells = (kv_head * GROUP + member)[:, None] * HEAD + offset[None, :]
     queries = tl.load(q + row.to(tl.int64) * q_row_stride + head_cells, mask=head_mask, other=0.0)
 
+    FLOAT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
+    scale *= scale_of(kv_scales, kv_head, KV_HEADS, False, FLOAT8)
     highest = tl.full([GROUP_PAD], MASKED, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     values = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
@@ -77,14 +81,14 @@ def _attention_decode(
         page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
         cell = (page * page_stride + (token % PAGE) * token_stride)[:, None]
         kv_mask = live[:, None] if HEAD == HEAD_PAD else live[:, None] & (offset < HEAD)[None, :]
-        keys = tl.load(k_head + cell, mask=kv_mask, other=0.0)
+        keys = load_cells(k_head + cell, kv_mask, queries.dtype)
         s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         s = tl.where(live[None, :], capped(s, scale, soft_cap, HAS_CAP), MASKED)
         weights, factor, highest, total = update(s, highest, total)
-        block = tl.load(v_head + cell, mask=kv_mask, other=0.0)
+        block = load_cells(v_head + cell, kv_mask, queries.dtype)
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
     release_next(PDL)
-    values = values / total[:, None]
+    values = values * scale_of(kv_scales, kv_head, KV_HEADS, True, FLOAT8) / total[:, None]
 
     if part < 0:
         out_cells = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD) + head_cells
@@ -148,6 +152,7 @@ def attention_decode(
     schedule: DecodeSchedule,
     scale: float,
     soft_cap: float = 0.0,
+    kv_scales: Tensor | None = None,
     out: Tensor | None = None,
     merge: bool = True,
     block_n: int = 0,
@@ -156,9 +161,9 @@ def attention_decode(
 ) -> Tensor:
     """One query token per row over the keys the schedule lists (schedule_decode: its lengths, slots, window and groups).
 
-    q: [R, hq, d], heads contiguous; k_cache, v_cache: [pages, hkv, page_tokens, d]; page_table: i32 [slots, max_pages]
-    -> [R, hq, d]. Rows without an item (padding) are not written. With groups, attention_shared runs first with the same
-    schedule. merge False: no row of the schedule has more than one part.
+    q: [R, hq, d], heads contiguous; k_cache, v_cache: [pages, hkv, page_tokens, d]; page_table: i32 [slots, max_pages];
+    kv_scales: f32 [2, hkv], with pages of float8 -> [R, hq, d]. Rows without an item (padding) are not written. With groups,
+    attention_shared runs first with the same schedule. merge False: no row of the schedule has more than one part.
     """
     rows, q_heads, head = q.shape
     _, kv_heads, page_tokens, _ = k_cache.shape
@@ -169,14 +174,15 @@ def attention_decode(
     block_n = block_n or (64 if head_pad <= 128 and q.dtype != torch.float32 else 32)
     _attention_decode[(kv_heads, schedule.items.shape[0])](
         q,
-        k_cache,
-        v_cache,
+        codes(k_cache),
+        codes(v_cache),
         out,
         page_table,
         schedule.items,
         schedule.counts,
         schedule.part_values,
         schedule.part_sums,
+        q if kv_scales is None else kv_scales,
         scale if soft_cap else scale * 1.4426950408889634,
         soft_cap,
         q.stride(0),

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_worker.kernels.launch import padded
+from gpu_worker.kernels.pages import codes, load_cells, scale_of
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -73,7 +74,7 @@ def _new_keys(
 
 @triton.jit(
     do_not_specialize=["num_rows", "window"],
-    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens", "copied_starts"],
+    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens", "copied_starts", "kv_scales"],
 )
 def _attention_prefill(
     q,
@@ -89,6 +90,7 @@ def _attention_prefill(
     k_copied,
     v_copied,
     copied_starts,
+    kv_scales,
     num_rows,
     scale,
     soft_cap,
@@ -167,6 +169,8 @@ def _attention_prefill(
         first_line += prefix - paged
         line_token += prefix - paged
         new_tokens += prefix - paged
+    FLOAT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
+    paged_scale = scale * scale_of(kv_scales, kv_head, KV_HEADS, False, FLOAT8)
     for first in tl.range(lowest, paged, PAGED_N, num_stages=PAGED_STAGES):
         # Token t is cell t % PAGE of page table[t // PAGE]; page ids become 64-bit before the multiplication.
         token = first + tl.arange(0, PAGED_N)
@@ -174,14 +178,15 @@ def _attention_prefill(
         page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
         cell = (page * page_stride + (token % PAGE) * token_stride)[:, None]
         kv_mask = live[:, None] if HEAD == HEAD_PAD else live[:, None] & (offset < HEAD)[None, :]
-        keys = tl.load(k_head + cell, mask=kv_mask, other=0.0)
-        s = capped(tl.dot(queries, tl.trans(keys), input_precision=PRECISION), scale, soft_cap, HAS_CAP)
+        keys = load_cells(k_head + cell, kv_mask, queries.dtype)
+        s = capped(tl.dot(queries, tl.trans(keys), input_precision=PRECISION), paged_scale, soft_cap, HAS_CAP)
         s = tl.where(live[None, :], s, MASKED)
         if HAS_WINDOW:
             s = tl.where(token[None, :] > (prefix + line_token)[:, None] - window, s, MASKED)
         weights, factor, highest, total = update(s, highest, total)
-        block = tl.load(v_head + cell, mask=kv_mask, other=0.0)
+        block = load_cells(v_head + cell, kv_mask, queries.dtype)
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
+    values *= scale_of(kv_scales, kv_head, KV_HEADS, True, FLOAT8)
 
     # This step's keys, indexed by token of the row.
     whole = ((first_line + 1) // BLOCK_N) * BLOCK_N
@@ -228,6 +233,7 @@ def attention_prefill(
     soft_cap: float = 0.0,
     out: Tensor | None = None,
     copies: tuple[Tensor, Tensor, Tensor] | None = None,
+    kv_scales: Tensor | None = None,
     block_m: int = 0,
     block_n: int = 0,
     stages: int = 3,
@@ -241,7 +247,8 @@ def attention_prefill(
     k_cache, v_cache: [pages, hkv, page_tokens, d], read for the first context - new tokens of a row only;
     page_table: i32 [slots, max_pages]; row_slots: i32 [R]; query_starts: i32 [R + 1]; context_lens: i32 [R], after this
     step; window: a token sees the last `window` tokens, itself included, 0: all; copies: keys and values [C, hkv, d] of rows
-    whose whole context was copied, and where a row's begin, i32 [R], -1: not copied -> [T, hq, d].
+    whose whole context was copied, and where a row's begin, i32 [R], -1: not copied; kv_scales: f32 [2, hkv],
+    with pages of float8 -> [T, hq, d].
     """
     tokens, q_heads, head = q.shape
     _, kv_heads, page_tokens, _ = k_cache.shape
@@ -261,14 +268,15 @@ def attention_prefill(
         q,
         k_new,
         v_new,
-        k_cache,
-        v_cache,
+        codes(k_cache),
+        codes(v_cache),
         out,
         page_table,
         row_slots,
         query_starts,
         context_lens,
         *(copies or (k_new, v_new, context_lens)),
+        q if kv_scales is None else kv_scales,
         rows,
         scale if soft_cap else scale * 1.4426950408889634,
         soft_cap,

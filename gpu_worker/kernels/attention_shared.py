@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpu_worker.kernels.decode_schedule import DecodeSchedule
 from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previous
+from gpu_worker.kernels.pages import codes, load_cells, scale_of
 from gpu_worker.kernels.softmax import MASKED, capped, update
 
 
@@ -26,6 +27,7 @@ def _attention_shared(
     row_parts,
     part_values,
     part_sums,
+    kv_scales,
     scale,
     soft_cap,
     q_row_stride,
@@ -68,6 +70,8 @@ def _attention_shared(
         q + row[:, None].to(tl.int64) * q_row_stride + head[:, None] * HEAD + offset[None, :], mask=mask, other=0.0
     )
 
+    FLOAT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
+    scale *= scale_of(kv_scales, kv_head, KV_HEADS, False, FLOAT8)
     highest = tl.full([BLOCK_M], MASKED, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
@@ -81,14 +85,14 @@ def _attention_shared(
         page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
         cell = (page * page_stride + (token % PAGE) * token_stride)[:, None]
         kv_mask = live[:, None] if HEAD == HEAD_PAD else live[:, None] & (offset < HEAD)[None, :]
-        keys = tl.load(k_head + cell, mask=kv_mask, other=0.0)
+        keys = load_cells(k_head + cell, kv_mask, queries.dtype)
         s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         s = tl.where(live[None, :], capped(s, scale, soft_cap, HAS_CAP), MASKED)
         weights, factor, highest, total = update(s, highest, total)
-        block = tl.load(v_head + cell, mask=kv_mask, other=0.0)
+        block = load_cells(v_head + cell, kv_mask, queries.dtype)
         values = tl.dot(weights.to(block.dtype), block, values * factor[:, None], input_precision=PRECISION)
     release_next(PDL)
-    values = values / total[:, None]
+    values = values * scale_of(kv_scales, kv_head, KV_HEADS, True, FLOAT8) / total[:, None]
 
     part = tl.load(row_parts + row * 2, mask=line_mask, other=0) + span
     place = part.to(tl.int64) * (KV_HEADS * GROUP) + head
@@ -105,6 +109,7 @@ def attention_shared(
     schedule: DecodeSchedule,
     scale: float,
     soft_cap: float = 0.0,
+    kv_scales: Tensor | None = None,
     block_m: int = 128,
     block_n: int = 0,
     stages: int = 5,
@@ -113,7 +118,7 @@ def attention_shared(
     """Partial results of the shared leading pages of all groups in the schedule; attention_decode follows.
 
     q: [R, hq, d], heads contiguous; k_cache, v_cache: [pages, hkv, page_tokens, d]; page_table: i32 [slots, max_pages];
-    row_slots: i32 [R]. block_m equals the schedule's shared_block_m.
+    row_slots: i32 [R]; kv_scales: f32 [2, hkv], with pages of float8. block_m equals the schedule's shared_block_m.
     """
     _, q_heads, head = q.shape
     _, kv_heads, page_tokens, _ = k_cache.shape
@@ -121,8 +126,8 @@ def attention_shared(
     block_n = block_n or (64 if head_pad <= 128 and q.dtype != torch.float32 else 32)
     _attention_shared[(kv_heads, schedule.shared_items.shape[0])](
         q,
-        k_cache,
-        v_cache,
+        codes(k_cache),
+        codes(v_cache),
         page_table,
         row_slots,
         schedule.shared_items,
@@ -130,6 +135,7 @@ def attention_shared(
         schedule.row_parts,
         schedule.part_values,
         schedule.part_sums,
+        q if kv_scales is None else kv_scales,
         scale if soft_cap else scale * 1.4426950408889634,
         soft_cap,
         q.stride(0),

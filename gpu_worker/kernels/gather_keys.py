@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_worker.batch import IntArray
+from gpu_worker.kernels.pages import codes, load_cells, scale_of
 from gpu_worker.slots import upload
 
 MIN_QUERIES = 512  # new tokens of a row, below which the copy does not pay
@@ -57,7 +58,7 @@ def plan_gather(
 
 @triton.jit
 def _gather_keys(
-    k_cache, v_cache, page_table, blocks, k_out, v_out, table_stride, page_stride, head_stride, token_stride,
+    k_cache, v_cache, page_table, blocks, k_out, v_out, kv_scales, table_stride, page_stride, head_stride, token_stride,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -71,17 +72,28 @@ def _gather_keys(
     cell = (page * page_stride + (token % PAGE) * token_stride)[:, None] + kv_head * head_stride + offset[None, :]
     mask = (i < count)[:, None] & (offset < HEAD)[None, :]
     goal = ((target + i).to(tl.int64) * KV_HEADS + kv_head)[:, None] * HEAD + offset[None, :]
-    tl.store(k_out + goal, tl.load(k_cache + cell, mask=mask, other=0.0), mask=mask)
-    tl.store(v_out + goal, tl.load(v_cache + cell, mask=mask, other=0.0), mask=mask)
+    FLOAT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
+    dtype = k_out.dtype.element_ty
+    keys, values = load_cells(k_cache + cell, mask, dtype), load_cells(v_cache + cell, mask, dtype)
+    if FLOAT8:
+        keys = (keys * scale_of(kv_scales, kv_head, KV_HEADS, False, FLOAT8)).to(dtype)
+        values = (values * scale_of(kv_scales, kv_head, KV_HEADS, True, FLOAT8)).to(dtype)
+    tl.store(k_out + goal, keys, mask=mask)
+    tl.store(v_out + goal, values, mask=mask)
 
 
-def gather_keys(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
-    """k_cache, v_cache: [pages, hkv, page_tokens, d]; page_table: i32 [slots, max_pages] -> two [num_tokens, hkv, d]."""
+def gather_keys(
+    k_cache: Tensor, v_cache: Tensor, page_table: Tensor, plan: GatherPlan, dtype: torch.dtype, kv_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """k_cache, v_cache: [pages, hkv, page_tokens, d]; page_table: i32 [slots, max_pages]; kv_scales: f32 [2, hkv], with pages
+    of float8 -> two [num_tokens, hkv, d] of dtype.
+    """
     _, kv_heads, page_tokens, head = k_cache.shape
-    k_out = torch.empty((plan.num_tokens, kv_heads, head), dtype=k_cache.dtype, device=k_cache.device)
+    k_out = torch.empty((plan.num_tokens, kv_heads, head), dtype=dtype, device=k_cache.device)
     v_out = torch.empty_like(k_out)
     _gather_keys[(plan.blocks.shape[0], kv_heads)](
-        k_cache, v_cache, page_table, plan.blocks, k_out, v_out, page_table.stride(0),
+        codes(k_cache), codes(v_cache), page_table, plan.blocks, k_out, v_out,
+        k_out if kv_scales is None else kv_scales, page_table.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         KV_HEADS=kv_heads, HEAD=head, HEAD_PAD=triton.next_power_of_2(head), PAGE=page_tokens, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -5,6 +5,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_worker.kernels.launch import begin_short_kernel, overlapped
+from gpu_worker.kernels.pages import codes, float8_code, float8_value
+
+
+@triton.jit
+def _as_stored(x, scale, is_query):
+    """float32 [heads, d] -> float8 codes, and what a reader of the pages gets; queries stay as they are."""
+    code = float8_code(tl.div_rn(x, scale))
+    return code, tl.where(is_query, x, float8_value(code) * scale)
 
 
 @triton.jit
@@ -17,6 +25,7 @@ def _rope_and_store(
     v_cache,
     q_norm,
     k_norm,
+    kv_scales,
     eps,
     qkv_stride,
     page_stride,
@@ -76,31 +85,41 @@ def _rope_and_store(
     angle = cos_sin + position * (2 * HALF) + offset
     cos = tl.load(angle, mask=half_mask, other=1.0)[None, :]
     sin = tl.load(angle + HALF, mask=half_mask, other=0.0)[None, :]
-    cos = tl.where(is_value[:, None], 1.0, cos)
-    sin = tl.where(is_value[:, None], 0.0, sin)
+    turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
+    first, second = tl.where(is_value[:, None], first, turned_first), tl.where(is_value[:, None], second, turned_second)
+
+    # What lies in the pages: activations as they are, or float8 codes, and then readers of qkv get what readers of pages do.
     dtype = qkv.dtype.element_ty
-    turned_first = (first * cos - second * sin).to(dtype)
-    turned_second = (second * cos + first * sin).to(dtype)
     turned = mask & (head < Q_HEADS + KV_HEADS)[:, None]
-    tl.store(source, turned_first, mask=turned)
-    tl.store(source + HALF, turned_second, mask=turned)
+    stored_first, stored_second, stored_rest = first.to(dtype), second.to(dtype), rest.to(dtype)
+    FLOAT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
+    if FLOAT8:
+        is_query = (head < Q_HEADS)[:, None]
+        scale = tl.load(kv_scales + head - Q_HEADS, mask=exists & (head >= Q_HEADS), other=1.0)[:, None]
+        stored_first, first = _as_stored(first.to(dtype).to(tl.float32), scale, is_query)
+        stored_second, second = _as_stored(second.to(dtype).to(tl.float32), scale, is_query)
+        stored_rest, rest = _as_stored(rest.to(dtype).to(tl.float32), scale, is_query)
+        turned = mask
+    tl.store(source, first.to(dtype), mask=turned)
+    tl.store(source + HALF, second.to(dtype), mask=turned)
 
     # Cell c is token c % PAGE of page c // PAGE; 64-bit before multiplying by the page stride.
     cell = tl.load(cells + token)
     place = (cell // PAGE) * page_stride + (cell % PAGE) * token_stride
     k_target = k_cache + place + (head - Q_HEADS)[:, None] * head_stride + offset[None, :]
     v_target = v_cache + place + (head - Q_HEADS - KV_HEADS)[:, None] * head_stride + offset[None, :]
-    tl.store(k_target, turned_first, mask=mask & is_key[:, None])
-    tl.store(k_target + HALF, turned_second, mask=mask & is_key[:, None])
-    tl.store(v_target, turned_first, mask=mask & is_value[:, None])
-    tl.store(v_target + HALF, turned_second, mask=mask & is_value[:, None])
+    tl.store(k_target, stored_first, mask=mask & is_key[:, None])
+    tl.store(k_target + HALF, stored_second, mask=mask & is_key[:, None])
+    tl.store(v_target, stored_first, mask=mask & is_value[:, None])
+    tl.store(v_target + HALF, stored_second, mask=mask & is_value[:, None])
     if REST > 0:
         k_rest_target = k_cache + place + (head - Q_HEADS)[:, None] * head_stride + 2 * HALF + rest_offset[None, :]
         v_rest_target = v_cache + place + (head - Q_HEADS - KV_HEADS)[:, None] * head_stride + 2 * HALF + rest_offset[None, :]
-        if NORM:
-            tl.store(rest_source, rest.to(dtype), mask=rest_mask & (head < Q_HEADS + KV_HEADS)[:, None])
-        tl.store(k_rest_target, rest.to(dtype), mask=rest_mask & is_key[:, None])
-        tl.store(v_rest_target, rest.to(dtype), mask=rest_mask & is_value[:, None])
+        if NORM or FLOAT8:
+            changed = rest_mask if FLOAT8 else rest_mask & (head < Q_HEADS + KV_HEADS)[:, None]
+            tl.store(rest_source, rest.to(dtype), mask=changed)
+        tl.store(k_rest_target, stored_rest, mask=rest_mask & is_key[:, None])
+        tl.store(v_rest_target, stored_rest, mask=rest_mask & is_value[:, None])
 
 
 def rope_and_store(
@@ -114,12 +133,14 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k of qkv in place (half-split layout), store k and v at cells; the results are views of qkv.
 
     qkv: [T, (hq + 2 * hkv) * d], last dimension contiguous; positions: i32 [T]; cells: i64 [T];
     cos_sin: f32 [max_len, rope_dim], a row is [cos | sin] of rope_dim / 2 angles, rope_dim <= d;
-    k_cache, v_cache: [pages, hkv, page_tokens, d]; q_norm, k_norm: [d] (both or neither)
+    k_cache, v_cache: [pages, hkv, page_tokens, d]; q_norm, k_norm: [d] (both or neither);
+    kv_scales: f32 [2, hkv], with pages of float8, and then k and v are what the pages hold
     -> q [T, hq, d], k [T, hkv, d], v [T, hkv, d].
     """
     tokens = qkv.shape[0]
@@ -134,10 +155,11 @@ def rope_and_store(
             positions,
             cells,
             cos_sin,
-            k_cache,
-            v_cache,
+            codes(k_cache),
+            codes(v_cache),
             q_norm if q_norm is not None else qkv,
             k_norm if k_norm is not None else qkv,
+            qkv if kv_scales is None else kv_scales,
             eps,
             qkv.stride(0),
             k_cache.stride(0),

@@ -49,11 +49,14 @@ def rope_and_store(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Ops.rope_and_store."""
     _, kv_heads, _, head_dim = k_cache.shape
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    return rope.rope_and_store(qkv, batch.positions, batch.cells, cos_sin, k_cache, v_cache, q_heads, q_norm, k_norm, eps)
+    return rope.rope_and_store(
+        qkv, batch.positions, batch.cells, cos_sin, k_cache, v_cache, q_heads, q_norm, k_norm, eps, kv_scales
+    )
 
 
 def attention(
@@ -67,6 +70,7 @@ def attention(
     scale: float,
     window: int,
     soft_cap: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See Ops.attention: decode rows by the decode kernels, prefill rows by the prefill kernel."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -74,18 +78,19 @@ def attention(
     if first:
         rows = batch.num_chunk + batch.num_last
         plan = _gather_plan(batch, rows) if not window else None
-        copies = None if plan is None else (*gather_keys(k_cache, v_cache, page_table, plan), plan.starts)
+        copies = None if plan is None else (*gather_keys(k_cache, v_cache, page_table, plan, q.dtype, kv_scales), plan.starts)
         attention_prefill(
             q[:first], k_new[:first], v_new[:first], k_cache, v_cache, page_table, batch.row_slots[:rows],
             batch.query_starts[: rows + 1], batch.context_lens[:rows], scale, window, soft_cap, out=out[:first], copies=copies,
+            kv_scales=kv_scales,
         )  # fmt: skip
     if batch.num_decode:
         q = q[first:]
         planned = _planned(batch, Shape(q.shape[1], k_cache.shape[1], q.shape[2], window), k_cache.shape[2])
         if planned.has_groups:
             row_slots = batch.row_slots[-batch.num_decode :]
-            attention_shared(q, k_cache, v_cache, page_table, row_slots, planned.schedule, scale, soft_cap)
-        attention_decode(q, k_cache, v_cache, page_table, planned.schedule, scale, soft_cap, out=out[first:])
+            attention_shared(q, k_cache, v_cache, page_table, row_slots, planned.schedule, scale, soft_cap, kv_scales)
+        attention_decode(q, k_cache, v_cache, page_table, planned.schedule, scale, soft_cap, kv_scales, out=out[first:])
     return out
 
 

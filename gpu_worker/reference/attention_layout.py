@@ -63,7 +63,8 @@ class Geometry(NamedTuple):
     page_tokens: int
     head_dim: int
     window: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries
+    page_dtype: torch.dtype
 
 
 def make_layout(batch: Batch, page_table: IntArray, geometry: Geometry) -> Layout:
@@ -189,7 +190,7 @@ def _pages(rows: _Rows, members: npt.NDArray[np.int64], skip: int) -> tuple[Page
 def _gather(pages: npt.NDArray[np.int64], geometry: Geometry) -> Pages:
     places = pages[:, None, :] * geometry.kv_heads + np.arange(geometry.kv_heads)[:, None]
     shape = (places.size, geometry.page_tokens * geometry.head_dim)
-    keys, values = torch.empty(shape, dtype=geometry.dtype), torch.empty(shape, dtype=geometry.dtype)
+    keys, values = (torch.empty(shape, dtype=geometry.page_dtype) for _ in range(2))
     return Pages(torch.from_numpy(places.reshape(-1)), len(pages), pages.shape[1] * geometry.page_tokens, keys, values)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gpu_worker.batch import Batch
 from gpu_worker.reference.elementwise import rms_norm
+from gpu_worker.reference.float8 import from_float8, to_float8
 
 
 def rope_and_store(
@@ -16,6 +17,7 @@ def rope_and_store(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Ops.rope_and_store. qkv is overwritten with the results."""
     num_kv_heads, page_tokens, head_dim = k_cache.shape[1:]
@@ -28,8 +30,14 @@ def rope_and_store(
         k.copy_(rms_norm(k, k_norm, eps))
     _rotate(heads[:, : num_q_heads + num_kv_heads], batch, cos_sin)
     pages, offsets = _cells(batch, page_tokens)
-    k_cache[pages, :, offsets] = k
-    v_cache[pages, :, offsets] = v
+    if kv_scales is None:
+        k_cache[pages, :, offsets] = k
+        v_cache[pages, :, offsets] = v
+        return q, k, v
+    for new, cache, scales in ((k, k_cache, kv_scales[0]), (v, v_cache, kv_scales[1])):
+        rounded = to_float8(new, scales)
+        cache.view(torch.uint8)[pages, :, offsets] = rounded.view(torch.uint8)
+        new.copy_(from_float8(rounded, scales[:, None], new.dtype))
     return q, k, v
 
 

@@ -127,3 +127,14 @@ def test_decode_graph_equals_eager() -> None:
         step()
         assert torch.equal(captured[:3], out[:3])
         assert out[3:].isnan().all()
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_float8_pages(window: int) -> None:
+    checks.check_decode([3, 5000, 1, 700, 0], 32, 8, 128, 16, BF16, "cuda", window=window, target=40, float8=True)
+    checks.check_prefill([(0, 700), (900, 300), (40, 5)], 32, 8, 128, 16, BF16, "cuda", window, float8=True)
+
+
+def test_float8_pages_shared_and_copied() -> None:
+    checks.check_decode([700] * 40, 32, 8, 128, 16, BF16, "cuda", groups=[(37, 40)], target=40, float8=True)
+    checks.check_prefill_of_copies([(0, 700), (700, 600), (50, 3), (33, 32)], 8, 2, 128, 16, BF16, "cuda", float8=True)

@@ -21,6 +21,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float16: "*fp16",
+    torch.int8: "*i8",
 }
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 lowered: list[str] = []
@@ -61,6 +62,7 @@ def main() -> None:
     from gpu_worker.kernels.attention_prefill import attention_prefill
     from gpu_worker.kernels.attention_shared import attention_shared
     from gpu_worker.kernels.embed import embed
+    from gpu_worker.kernels.gather_keys import GatherPlan, gather_keys
     from gpu_worker.kernels.logprobs import logprobs
     from gpu_worker.kernels.rms_norm import add_rms_norm, rms_norm
     from gpu_worker.kernels.rope_and_store import rope_and_store
@@ -80,23 +82,29 @@ def main() -> None:
         ):
             module.__globals__["overlapped"] = lambda _, o=overlap: {"PDL": o}
         rows = empty(64, dtype=I32)
-        for head, dtype, soft_cap, window in ((128, BF16, 0.0, 0), (80, F32, 30.0, 100)):
-            cache = empty(100, 8, 16, head, dtype=dtype)
+        for head, dtype, soft_cap, window, scales in (
+            (128, BF16, 0.0, 0, None),
+            (80, F32, 30.0, 100, None),
+            (128, BF16, 0.0, 0, empty(2, 8, dtype=F32)),
+            (80, BF16, 30.0, 100, empty(2, 8, dtype=F32)),
+        ):
+            cache = empty(100, 8, 16, head, dtype=dtype if scales is None else torch.float8_e4m3fn)
             table = empty(64, 2048, dtype=I32)
             q, k = empty(64, 32, head, dtype=dtype), empty(64, 8, head, dtype=dtype)
             groups = decode_schedule.Groups(rows, *(empty(8, dtype=I32) for _ in range(3)))
             schedule = decode_schedule.allocate(64, 32, 8, head, "cpu", 8)
             for given in (groups, None):
                 decode_schedule.schedule_decode(schedule, rows, rows, 16, 32, 8, given, window)
-            attention_shared(q, cache, cache, table, rows, schedule, 0.1, soft_cap)
-            attention_decode(q, cache, cache, table, schedule, 0.1, soft_cap)
+            attention_shared(q, cache, cache, table, rows, schedule, 0.1, soft_cap, scales)
+            attention_decode(q, cache, cache, table, schedule, 0.1, soft_cap, scales)
             starts = empty(65, dtype=I32)
-            attention_prefill(q, k, k, cache, cache, table, rows, starts, rows, 0.1, window, soft_cap)
+            attention_prefill(q, k, k, cache, cache, table, rows, starts, rows, 0.1, window, soft_cap, kv_scales=scales)
+            gather_keys(cache, cache, table, GatherPlan(empty(9, 4, dtype=I32), rows, 500), dtype, scales)
             for norm in (None, empty(head, dtype=dtype)):
                 for turned in (head, head // 2):
                     angles = empty(100, turned, dtype=F32)
                     qkv = empty(64, 48 * head, dtype=dtype)
-                    rope_and_store(qkv, rows, empty(64, dtype=I64), angles, cache, cache, 32, norm, norm)
+                    rope_and_store(qkv, rows, empty(64, dtype=I64), angles, cache, cache, 32, norm, norm, 1e-6, scales)
         x, gain = empty(64, 4096), empty(4096)
         rms_norm(x, gain, 1e-5)
         add_rms_norm(x, x, gain, 1e-5)
