@@ -13,6 +13,8 @@ from scheduler.groups import arrange, num_shared
 from scheduler.metrics import CellCollector
 from scheduler.page_pool import PagePool
 from scheduler.prefix_index import UNKNOWN, PrefixIndex
+from shared.columns import i32, read_i32
+from shared.messages import Drain, Finish, StepDone
 from tests.unit.scheduler.cells import SmallCell
 
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["take", "index", "share", "drop"]), st.integers(0, 2**16)), max_size=120)
@@ -178,3 +180,43 @@ def test_counters_balance() -> None:
     assert found["quire_prefix_lookup_tokens_total"] == 34 and found["quire_prefix_hit_tokens_total"] == 16
     assert found['quire_rejected_sequences_total{code="context_length_exceeded"}'] == 1
     assert found["quire_placement_false_credit_tokens_total"] == 0
+
+
+def answer_without(small: SmallCell, peer: str, number: int) -> None:
+    """The oldest plan is done; the row of this sequence had no token to choose."""
+    plan = small.plans[peer].pop(0)
+    slots = read_i32(plan.row_slots).tolist()[plan.num_chunk :]
+    tokens = [-1 if slot == small.seq(number).slot else 7 for slot in slots]
+    small.worker(peer, StepDone(plan.step, i32(tokens), b"", 0, b"", b"", b"", 0, b"", b"", 0))
+
+
+def test_b44_every_token_is_booked_once_however_its_sequence_ends() -> None:
+    """Of ten one moves, one is left in its prefill, four in mid-decode, one fails and four end."""
+    small = SmallCell()
+    peers = {name: small.join(name, num_slots=20, num_pages=400) for name in "s"}
+    prompts = {number: [number * 10 + at for at in range(8 + number)] for number in range(1, 11)}
+    small.submit(10, prompts[10], 12)
+    small.run_until(lambda: len(small.output.get(10, [])) == 5, peers["s"])
+    peers["r"] = small.join("r", num_slots=20, num_pages=400)
+    small.worker(peers["s"], Drain("test"))
+    small.gone(peers["s"])
+    for number in range(1, 9):
+        small.submit(number, prompts[number], 12)
+    prompts[9] = list(range(500, 600))  # two steps
+    small.submit(9, prompts[9], 12)
+    small.run_until(lambda: small.seq(9).computed > 0, peers["r"])
+    assert not small.output.get(9) and small.seq(9).replica is small.replica("r")
+    small.abort(9)
+    small.run_until(lambda: min(len(small.output.get(number, [])) for number in range(1, 9)) >= 3, peers["r"])
+    small.abort(1, 2, 3, 4)
+    answer_without(small, peers["r"], 5)
+    small.run()
+    assert small.ends == {1: 3, 2: 3, 3: 3, 4: 3, 9: 3, 5: Finish.ERROR, **dict.fromkeys((6, 7, 8, 10), Finish.LENGTH)}
+    found = scrape(small)
+    ends = {reason: found[f'quire_finished_sequences_total{{reason="{reason}"}}'] for reason in ("length", "abort", "error")}
+    assert ends == {"length": 4, "abort": 5, "error": 1}
+    assert found["quire_prompt_tokens_total"] == sum(map(len, prompts.values())), "that of a moved one is billed once"
+    assert found["quire_generated_tokens_total"] == sum(map(len, small.output.values()))
+    assert found["quire_recomputed_tokens_total"] == len(prompts[10]) + 5, "all that the moved one had computed or in flight"
+    assert found["quire_aborts_total"] == 5 and found["quire_stale_rows_total"] > 0
+    assert small.empty and small.output[10] == [7] * 12
