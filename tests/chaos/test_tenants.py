@@ -1,0 +1,48 @@
+"""B50: what one tenant has cached is nothing to another, also after the deaths of a worker and of the scheduler."""
+
+from pathlib import Path
+
+from gateway.api_keys import hashed
+from tests.chaos.cell import Cell, running, until
+
+PROMPT = [20 + number % 100 for number in range(160)]  # ten pages
+TENANTS = {"one": "", "two": "", "pair": "shared_cache = true", "public": "shared_cache = true"}
+
+
+def key_file(folder: Path) -> str:
+    tables = [f'[tenants.{name}]\nkeys = ["{hashed(name)}"]\n{line}' for name, line in TENANTS.items()]
+    path = folder / "keys.toml"
+    path.write_text("\n".join(tables))
+    return str(path)
+
+
+async def ask(cell: Cell, tenant: str, prompt: list[int] = PROMPT) -> tuple[int, str]:
+    """Cached tokens and text of the answer."""
+    body = {"prompt": prompt, "max_tokens": 8, "seed": 1}
+    headers = {"Authorization": f"Bearer {tenant}"}
+    async with cell.client.post("/v1/completions", json=body, headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["text"]
+
+
+async def test_b50_a_tenant_sees_nothing_of_another_ones_cache(toy_folder: Path, tmp_path: Path) -> None:
+    async with running(toy_folder, api_key_file=key_file(tmp_path)) as cell:
+        cell.client.headers["Authorization"] = "Bearer one"
+        cold, text = await ask(cell, "one")
+        assert cold == 0
+        assert await ask(cell, "two") == (0, text)
+        assert await ask(cell, "one") == await ask(cell, "two") == (144, text)
+        assert await ask(cell, "pair") == (0, text)
+        assert await ask(cell, "public") == (144, text), "both of them say that they share"
+        await cell.restart("scheduler")
+        await until(lambda: cell.roles["scheduler"].seen("replica ready"))
+        await cell.ready()
+        assert await ask(cell, "one") == await ask(cell, "public") == (144, text), "the worker told its pages"
+        assert (await ask(cell, "two", [9, *PROMPT[1:]]))[0] == 0, "another first token, so no page is the same"
+        await cell.restart("r0")
+        await until(lambda: cell.roles["scheduler"].seen("replica dropped"))
+        await cell.ready()
+        assert await ask(cell, "two") == (0, text)
+        assert await ask(cell, "one") == (0, text)
+        assert await ask(cell, "two") == (144, text)
