@@ -243,9 +243,9 @@ class Core:
         if now >= self._audit_at + AUDIT_S:
             self._audit_at = now
             self.cell.accounts.forget_idle()
+            self._sweep_deadlines()
             self._audit()
         status = self.status(now)
-            self._sweep_deadlines()
         signature = (status.state, status.reason, status.max_model_len, status.pool_tokens)
         if signature != self._status or now >= self._status_at + STATUS_S:
             self._status, self._status_at = signature, now
@@ -265,8 +265,6 @@ class Core:
                 out.append(self.cell.refuse(seq, 504, "deadline_exceeded", text))
         return out
 
-    def _audit(self) -> None:
-        """Everything when idle; when busy the sums, and now and then everything."""
     def _sweep_deadlines(self) -> None:
         """Sequences end long before their deadline: those that have are dropped when they are the greater part."""
         live = sum(len(outbox.sequences) for outbox in self.cell.gateways.values())
@@ -274,6 +272,8 @@ class Core:
             self._deadlines = [each for each in self._deadlines if each[2].outbox.sequences.get(each[2].id) is each[2]]
             heapify(self._deadlines)
 
+    def _audit(self) -> None:
+        """Everything when idle; when busy the sums, and now and then everything."""
         self._audits += 1
         for replica in self.cell.replicas.values():
             thorough = not replica.running or self._audits % BUSY_AUDITS == 0

@@ -161,13 +161,6 @@ class Workers:
                 out.append((peer, Reset(reason, False)))
         return out
 
-    def drain(self, replica: Replica, reason: str) -> list[Out]:
-        """It is about to leave: its sequences move at once. The answer tells it that no plan follows those it has."""
-        log.info("replica draining", extra={"replica": replica.name, "reason": reason, "sequences": len(replica.running)})
-        replica.draining = True
-        for seq in list(replica.running):
-            self._cell.requeue(seq)
-        self._cell.learn_limits()
     def _forget_certain(self) -> None:
         """Keep what is remembered of dropped replicas bounded; of the last one all is kept."""
         certain = self._certain
@@ -175,4 +168,11 @@ class Workers:
         while len(certain) > 1 and (len(certain) > REMEMBERED_REPLICAS or num_pages > REMEMBERED_PAGES):
             num_pages -= len(certain.pop(next(iter(certain))))
 
+    def drain(self, replica: Replica, reason: str) -> list[Out]:
+        """It is about to leave: its sequences move at once. The answer tells it that no plan follows those it has."""
+        log.info("replica draining", extra={"replica": replica.name, "reason": reason, "sequences": len(replica.running)})
+        replica.draining = True
+        for seq in list(replica.running):
+            self._cell.requeue(seq)
+        self._cell.learn_limits()
         return [(peer, Drain(reason)) for peer in replica.peers]
