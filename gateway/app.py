@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import time
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -15,16 +16,20 @@ from gateway import api_keys, tls
 from gateway.api_keys import ANYBODY, Tenant
 from gateway.cors import Origins
 from gateway.errors import ApiError
-from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, ROUTES, SESSION, TENANT, json_response
+from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, REQUEST_ID, ROUTES, SESSION, TENANT, TRACE, json_response
 from gateway.operate import OPERATOR_ROUTES
 from gateway.served_model import ServedModel
 from gateway.session import Session
 from shared.config import Config
+from shared.tracing import HEADER, Tracer, open_tracer, trace_id, traceparent
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 log = logging.getLogger("quire.gateway")
 
 ORIGINS = web.AppKey("origins", Origins)
-REQUEST_ID = web.RequestKey("request_id", str)
+TRACER = web.AppKey("tracer", Tracer)
 OPEN = ("/health", "/ready")  # answered without a key
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by whoever watches: no news
 READER_S = 60.0  # that a client may take nothing of what was written for it
@@ -32,7 +37,7 @@ IDLE_S = 75.0  # that a connection may stay open without a request; a little mor
 CLIENT_ID_CHARS = 128  # of a client's own request id, which is echoed
 
 
-def create_app(session: Session, config: Config) -> web.Application:
+def create_app(session: Session, config: Config, tracer: Tracer | None = None) -> web.Application:
     """The HTTP side of a session that its owner has entered."""
     app = web.Application(middlewares=[frame], client_max_size=config.max_body_bytes)
     app[CONFIG] = config
@@ -40,6 +45,8 @@ def create_app(session: Session, config: Config) -> web.Application:
     if (keys := api_keys.load(config.api_key_file)) is not None:
         app[KEYS] = keys
     app[ORIGINS] = Origins(config.cors_origins)
+    if tracer is not None:
+        app[TRACER] = tracer
     app.add_routes(ROUTES)
     app.on_response_prepare.append(_add_headers)
     gauge = session.metrics.gauge
@@ -74,18 +81,33 @@ async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
     _cut_off_who_does_not_read(request)
     request[REQUEST_ID] = f"req-{secrets.token_hex(12)}"
     started = time.monotonic()
+    route = request.match_info.route.resource
+    name = route.canonical if route is not None else "none"
+    span = _begin_span(request, name)
+    request[TRACE] = traceparent(span) if span is not None else ""
     status = 499  # the client left
     try:
         response = await _answer(request, handler)
         status = response.status
         return response
     finally:
-        route = request.match_info.route.resource
-        name = route.canonical if route is not None else "none"
         request.app[SESSION].metrics.requests[name, str(status)] += 1
         took_ms = round(1000 * (time.monotonic() - started), 1)
         level = logging.DEBUG if name in PROBES else logging.INFO
-        log.log(level, "request", extra={"id": request[REQUEST_ID], "route": name, "status": status, "ms": took_ms})
+        ids = {"id": request[REQUEST_ID]} | ({"trace": trace_id(request[TRACE])} if request[TRACE] else {})
+        log.log(level, "request", extra={**ids, "route": name, "status": status, "ms": took_ms})
+        if span is not None:
+            span.set_attribute("http.response.status_code", status)
+            span.end()
+
+
+def _begin_span(request: web.Request, route: str) -> "Span | None":
+    """Of a request that is traced; its caller's traceparent may say whether."""
+    tracer = request.app.get(TRACER)
+    if tracer is None or route in PROBES:
+        return None
+    facts = {"http.request.method": request.method, "http.route": route, "quire.request": request[REQUEST_ID]}
+    return tracer.begin(f"{request.method} {route}", request.headers.get(HEADER, ""), facts)
 
 
 def _cut_off_who_does_not_read(request: web.Request) -> None:
@@ -148,8 +170,9 @@ def make_runner(app: web.Application) -> web.AppRunner:
 async def serve(config: Config, model: ServedModel) -> None:
     """Serve until SIGTERM or SIGINT, then take nothing new and let streams end; a second signal ends them."""
     certificate = tls.context(config)
+    tracer = open_tracer(config, "gateway")
     async with Session(config, model) as session:
-        runner = make_runner(create_app(session, config))
+        runner = make_runner(create_app(session, config, tracer))
         await runner.setup()
         admin = make_runner(create_admin_app(session, config))
         await admin.setup()
@@ -170,6 +193,8 @@ async def serve(config: Config, model: ServedModel) -> None:
                 keeper.cancel()
             await admin.cleanup()
             await runner.cleanup()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
 
 async def _until_stopped(session: Session, site: web.TCPSite) -> None:

@@ -18,6 +18,7 @@ from gateway.text_stream import Detokenizer, StopMatcher, StopSet, detokenizer
 from gateway.tokenizer import Tokenizer
 from shared.messages import Finish, Reject
 
+LONG_GAP_S = 0.25  # between two tokens: worth an exemplar
 FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
 
 
@@ -107,7 +108,10 @@ class Choice:
 
     def on_token(self, token: int, score: Score | None, now: float) -> None:
         if self.last_at:
-            self._gaps.observe(now - self.last_at)
+            gap_s = now - self.last_at
+            self._gaps.observe(gap_s)
+            if gap_s > LONG_GAP_S:
+                self._gaps.exemplify(gap_s, self.sequence.recipe.labels)
         else:
             self.first_at = now
         self.last_at = now

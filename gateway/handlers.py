@@ -29,6 +29,8 @@ CONFIG = web.AppKey("config", Config)
 SESSION = web.AppKey("session", Session)
 KEYS = web.AppKey("keys", KeyRing)
 TENANT = web.RequestKey("tenant", Tenant)
+REQUEST_ID = web.RequestKey("request_id", str)
+TRACE = web.RequestKey("trace", str)  # W3C traceparent of the request's span; empty: it is not traced
 STARTED = int(time.time())
 
 
@@ -71,6 +73,11 @@ def read_deadline(request: web.Request) -> float:
     return seconds
 
 
+def named(prepared: Prepared, request: web.Request) -> Prepared:
+    """The same request, under the names that logs and traces have for it."""
+    return replace(prepared, recipe=replace(prepared.recipe, request=request[REQUEST_ID], trace=request[TRACE]))
+
+
 def body_too_large(limit: int, size: str) -> ApiError:
     return ApiError(413, f"The body has {size} bytes, limit {limit}", code="body_too_large")
 
@@ -97,7 +104,7 @@ def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefi
         tenant = request[TENANT]
         with tenant.request(time.monotonic()):
             with early_leavers(session):
-                prepared = await session.prepare(valid, tenant.name, tenant.salt, tenant.weight)
+                prepared = named(await session.prepare(valid, tenant.name, tenant.salt, tenant.weight), request)
             tenant.take_prompt(sum(len(prompt.ids) for prompt in prepared.prompts), time.monotonic())
             request_id, created, model = f"{prefix}-{secrets.token_hex(12)}", int(time.time()), session.model.name
             reply = Reply(valid, session.model.tokenizer, model, request_id, created)
@@ -130,7 +137,7 @@ async def go_on(request: web.Request) -> web.StreamResponse:
         again = await resume.reopen(session, tenant, found, seen)
         ticket = again.ticket
         reply = Reply(ticket.request, session.model.tokenizer, ticket.model, ticket.answer_id, ticket.created)
-        return await stream(request, again.prepared, reply, again.place)
+        return await stream(request, named(again.prepared, request), reply, again.place)
 
 
 async def stream(
@@ -215,8 +222,9 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    text = request.app[SESSION].metrics.render()
-    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    """As Prometheus' text, or as OpenMetrics (with the request ids of some slow ones) for who asks for that."""
+    text, content_type = request.app[SESSION].metrics.render(request.headers.get("Accept", ""))
+    return web.Response(body=text, headers={"Content-Type": content_type})
 
 
 async def embeddings(request: web.Request) -> web.Response:

@@ -159,10 +159,14 @@ class Run:
         usage = self.usage
         metrics.prompt_tokens += usage.prompt_tokens
         metrics.cached_tokens += usage.cached_tokens
+        metrics.tenant_tokens[self._recipe.tenant, "prompt"] += usage.prompt_tokens
+        metrics.tenant_tokens[self._recipe.tenant, "generated"] += usage.completion_tokens
         first = [choice.first_at for choice in self.choices if choice.first_at]
         if first:
-            metrics.first_token.observe(min(first) - self._recipe.arrived)
-            metrics.end_to_end.observe(max(choice.last_at for choice in self.choices) - self._recipe.arrived)
+            last, labels = max(choice.last_at for choice in self.choices), self._recipe.labels
+            for histogram, at in ((metrics.first_token, min(first)), (metrics.end_to_end, last)):
+                histogram.observe(at - self._recipe.arrived)
+                histogram.exemplify(at - self._recipe.arrived, labels)
 
     def choice_ended(self, choice: Choice) -> None:
         self._session.service.drop(choice.sequence, stopped=choice.finish_reason == "stop")

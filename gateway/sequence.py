@@ -10,6 +10,7 @@ from gateway.request import ValidRequest
 from shared import columns, pages
 from shared.messages import Finish, GatewayWelcome, Kept, Reject, Submit
 from shared.sampling import Edit, Flag, Sampling, choice_seed, conditional, pack_edits
+from shared.tracing import trace_id
 
 TOKEN_BYTES = 4
 
@@ -75,6 +76,14 @@ class Recipe:
     arrived: float  # loop time
     deadline_s: float
     stream: str = ""  # under which another gateway may take it over
+    request: str = ""  # the id under which logs know the request
+    trace: str = ""  # W3C traceparent of its span; empty: it is not traced
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Under which metrics name the request (exemplars)."""
+        ids = {"request_id": self.request, "trace_id": trace_id(self.trace)}
+        return {name: value for name, value in ids.items() if value}
 
     @classmethod
     def of(
@@ -189,6 +198,8 @@ class Sequence:
             choice=self.index,
             ticket=self.ticket,
             weight=recipe.weight,
+            request=recipe.request,
+            trace=recipe.trace,
         )
 
     def kept(self, now: float) -> Kept:

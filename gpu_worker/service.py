@@ -13,6 +13,7 @@ from typing import Any, assert_never
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from gpu_worker.gpu_load import gpu_utilization
 from gpu_worker.inventory import Inventory
 from gpu_worker.loading import Loaded, load
 from gpu_worker.memory import memory_in_use
@@ -52,6 +53,8 @@ class Metrics:
         self.faults = Counter("quire_worker_faults", "Steps that failed", registry=self.registry)
         self.step_s = Histogram("quire_worker_step_seconds", "Device time of a step", registry=self.registry)
         self.memory = Gauge("quire_worker_memory_bytes", "Device memory in use", registry=self.registry)
+        text = "Share of time in which the device computed: NVML's on a GPU, that of the steps elsewhere"
+        self.utilization = Gauge("quire_worker_utilization_ratio", text, registry=self.registry)
 
 
 class Service:
@@ -130,6 +133,8 @@ class Service:
                 self._in_flight += 1
                 self._inventory.on_plan(received)
                 self._steps.put(self._incarnation, received)
+                if received.opened:
+                    log.info("opened", extra={"step": received.step, "ids": received.opened.split()})
             case WorkerWelcome(epoch=epoch, credits=credits):
                 log.info("welcome", extra={"replica": self._replica, "epoch": epoch, "credits": credits})
             case Drain(reason=reason):
@@ -188,6 +193,9 @@ class Service:
             self.metrics.memory.set(used)
             utilization = min(1.0, max(0.0, (busy_s - was_busy_s) / (now - since)))
             since = now
+            measured = await asyncio.to_thread(gpu_utilization, device)
+            utilization = utilization if measured is None else measured
+            self.metrics.utilization.set(utilization)
             self._link.send(WorkerAlive(self._last_step, used, total, utilization))
             if self._draining and not self._in_flight and self._loop.time() - self._last_plan >= DRAINED_S:
                 self.ended.set()

@@ -22,9 +22,19 @@ ROWS: list[tuple[str, list[Panel]]] = [
             (
                 "Time to first token",
                 "s",
-                [("quire:first_token_seconds:p50", "median"), ("quire:first_token_seconds:p99", "99 %")],
+                [
+                    ("quire:first_token_seconds:p50", "median"),
+                    ("histogram_quantile(0.99, sum by (le) (rate(quire_gateway_first_token_seconds_bucket[5m])))", "99 %"),
+                ],
             ),
-            ("Gap between tokens", "s", [("quire:token_gap_seconds:p50", "median"), ("quire:token_gap_seconds:p99", "99 %")]),
+            (
+                "Gap between tokens",
+                "s",
+                [
+                    ("quire:token_gap_seconds:p50", "median"),
+                    ("histogram_quantile(0.99, sum by (le) (rate(quire_gateway_token_gap_seconds_bucket[5m])))", "99 %"),
+                ],
+            ),
             (
                 "Tokens per second",
                 "none",
@@ -37,6 +47,11 @@ ROWS: list[tuple[str, list[Panel]]] = [
                     ("histogram_quantile(0.5, sum by (le) (rate(quire_gateway_request_seconds_bucket[5m])))", "median"),
                     ("histogram_quantile(0.99, sum by (le) (rate(quire_gateway_request_seconds_bucket[5m])))", "99 %"),
                 ],
+            ),
+            (
+                "Tokens per second, by tenant",
+                "none",
+                [("sum by (tenant, kind) (rate(quire_gateway_tenant_tokens_total[1m]))", "{{tenant}} {{kind}}")],
             ),
             (
                 "Streams per gateway",
@@ -64,6 +79,7 @@ ROWS: list[tuple[str, list[Panel]]] = [
         "Workers",
         [
             ("Busy share", "percentunit", [("quire:worker_busy:ratio1m", "{{instance}}")]),
+            ("GPU utilisation", "percentunit", [("quire_worker_utilization_ratio", "{{instance}}")]),
             (
                 "Device memory",
                 "bytes",
@@ -145,7 +161,13 @@ def panel(number: int, place: tuple[int, int], described: Panel) -> dict[str, An
         },
         "options": {"legend": {"displayMode": "list", "placement": "bottom", "showLegend": True}, "tooltip": {"mode": "multi"}},
         "targets": [
-            {"refId": chr(65 + place), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+            {
+                "refId": chr(65 + place),
+                "datasource": SOURCE,
+                "expr": expression,
+                "legendFormat": legend,
+                "exemplar": "quire_gateway" in expression and "_bucket" in expression,  # points that name a request
+            }
             for place, (expression, legend) in enumerate(targets)
         ],
     }

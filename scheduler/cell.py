@@ -1,6 +1,7 @@
 """The state of one cell: replicas, queue, gateways, counters; and the few moves of a sequence between them."""
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler.accounts import Accounts
@@ -16,6 +17,7 @@ from scheduler.workload import DecodeSpeed
 from shared.messages import Finish, Reject
 
 RATE_WINDOW_S = 30.0
+MOST_ENDED = 65536  # ends that nobody has taken note of
 MAX_STRIKES = 3  # in steps with other rows; a step of its own condemns at the second
 
 REASONS = {
@@ -45,6 +47,7 @@ class Cell:
     counters: Counters = field(default_factory=Counters)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     speed: DecodeSpeed = field(default_factory=DecodeSpeed)
+    ended: deque[tuple[Sequence, str]] = field(default_factory=lambda: deque(maxlen=MOST_ENDED))  # and why: for the journal
     last_step: int = 0  # steps are numbered through the whole cell, so a stale one matches no plan
     last_serial: int = 0
     born: float = 0.0  # clock time of its first gateway
@@ -118,6 +121,7 @@ class Cell:
         seq.generation += 1
         self.shelf.keep(seq, reason)
         self.counters.finished[REASONS[reason]] += 1
+        self.ended.append((seq, REASONS[reason]))
         if reason == Finish.ABORT:
             self.counters.aborts += 1
 
@@ -127,6 +131,7 @@ class Cell:
         del seq.outbox.sequences[seq.id]
         seq.account.live -= 1
         self.shelf.forget(seq)
+        self.ended.append((seq, code))
         return self.rejection(seq.outbox, Reject(seq.id, status, code, text, "", retry_after_s))
 
     def rejection(self, outbox: Outbox, reject: Reject) -> tuple[str, Reject]:

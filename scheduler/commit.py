@@ -44,6 +44,7 @@ def commit(cell: Cell, replica: Replica, done: StepDone, now: float) -> list[Out
     if done.step_us > 0:
         replica.chunk_budget.observe(flight.num_prefill_tokens, flight.num_decode, done.step_us)
         cell.speed.observe(flight.num_prefill_tokens, flight.num_decode, done.step_us)
+    _note_first(flight, now)
     _commit_scores(flight, done)
     out: list[Out] = []
     if done.logprobs:  # the rows of one message share a width: these travel by themselves
@@ -60,6 +61,14 @@ def commit(cell: Cell, replica: Replica, done: StepDone, now: float) -> list[Out
     if replica.alone is not None and not replica.alone.alone:
         replica.alone = None
     return out
+
+
+def _note_first(flight: Flight, now: float) -> None:
+    """Rows that end a prefill stand before the decode rows."""
+    num_last = len(flight.sequences) - flight.num_decode
+    for seq, generation in zip(flight.sequences[:num_last], flight.generations, strict=False):
+        if seq.generation == generation and not seq.first_at:
+            seq.first_at = now
 
 
 def flush(cell: Cell) -> list[Out]:

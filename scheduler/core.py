@@ -112,7 +112,9 @@ class Core:
         cell = self.cell
         seq = admit(cell, outbox, submit, now)
         if isinstance(seq, Reject):
+            workers.log.info("refused", extra={"id": submit.request, "choice": submit.choice, "code": seq.code})
             return [cell.rejection(outbox, seq)]
+        seq.queued_at = now
         if seq.deadline:
             heappush(self._deadlines, (seq.deadline, seq.order[2], seq))
         self._end_if_over(seq)

@@ -98,6 +98,7 @@ class PlanBuilder:
             score_targets=targets.tobytes(),
             score_width=score_width,
             group_counts=decode.group_counts,
+            opened=" ".join([seq.request for seq in self.opened if seq.request]),
         )
         flight = Flight(
             step,

@@ -161,6 +161,7 @@ def _bind(cell: Cell, seq: Sequence, place: Place, now: float) -> None:
     counters.false_credit_tokens += max(len(place.matched) - len(matched), 0) * replica.page_tokens
     cell.waiting.take(seq)
     replica.bind(seq, matched)
+    seq.note_bind(replica.name, now)
     counters.hit_tokens += seq.num_cached
     counters.lookup_tokens += len(seq.tokens)
     counters.recomputed_tokens += max(seq.computed_before - seq.num_cached, 0)

@@ -27,6 +27,7 @@ class Sequence:
     __slots__ = (
         "account",
         "alone_until",
+        "bound_at",
         "charged",
         "check_at",
         "choice",
@@ -36,6 +37,7 @@ class Sequence:
         "edits",
         "end_len",
         "event_at",
+        "first_at",
         "first_cached",
         "generation",
         "group_page",
@@ -44,6 +46,7 @@ class Sequence:
         "max_new",
         "min_new",
         "needs_history",
+        "num_binds",
         "num_cached",
         "num_prompt",
         "num_registered",
@@ -54,7 +57,9 @@ class Sequence:
         "preemptions",
         "prefill_len",
         "private",
+        "queued_at",
         "replica",
+        "request",
         "root_hash",
         "sampling",
         "score_width",
@@ -69,6 +74,8 @@ class Sequence:
         "ticket",
         "tokens",
         "top_width",
+        "trace",
+        "worker",
         "worst_pages",
     )
 
@@ -90,6 +97,8 @@ class Sequence:
         self.stream = submit.stream
         self.choice = submit.choice
         self.ticket = submit.ticket
+        self.request = submit.request
+        self.trace = submit.trace
         self.first_cached = submit.cached  # prompt tokens found in a cache at its first start; -1: not started
         self.root_hash = submit.root_hash
         column = submit.page_hashes
@@ -109,6 +118,11 @@ class Sequence:
         self.alone_until = 0  # while known is below, its plans carry nothing else
         self.started = submit.cached >= 0  # here, or under an earlier scheduler or gateway
         self.computed_before = 0  # tokens computed before the last release: what is computed again was lost
+        self.queued_at = 0.0  # clock times: it came
+        self.bound_at = 0.0  # it entered a plan for the first time
+        self.first_at = 0.0  # the first result of its rows that is a token
+        self.num_binds = 0
+        self.worker = ""  # name of the replica that had it last
         self._unbind()
 
     def _unbind(self) -> None:
@@ -159,6 +173,11 @@ class Sequence:
         if end > max(start, self.charged):
             self.account.charge(end - max(start, self.charged))
             self.charged = end
+
+    def note_bind(self, worker: str, now: float) -> None:
+        self.bound_at = self.bound_at or now
+        self.num_binds += 1
+        self.worker = worker
 
     def unbind(self) -> None:
         """Forget the binding; rows in flight turn stale. Only Replica.release calls this, it frees what was held."""

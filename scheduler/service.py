@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from scheduler.cell import Cell
 from scheduler.commit import Out
 from scheduler.core import Core
+from scheduler.journal import Journal
 from scheduler.metrics import CellCollector
 from scheduler.shelf import Shelf
 from shared import keys
@@ -23,6 +24,7 @@ from shared.codec import Codec
 from shared.config import Config
 from shared.messages import GATEWAY_TO_SCHEDULER, WORKER_TO_SCHEDULER, Reset
 from shared.observe import serve_metrics
+from shared.tracing import Tracer, open_tracer
 from shared.wire import Hub
 
 log = logging.getLogger("quire.scheduler")
@@ -96,10 +98,11 @@ class _Side:
 
 
 class Service:
-    def __init__(self, config: Config, hash_key: bytes) -> None:
+    def __init__(self, config: Config, hash_key: bytes, tracer: Tracer | None = None) -> None:
         """Binds both sockets; OSError when one cannot be bound, ValueError when its keys or address cannot be used."""
         self.cell = new_cell(config, hash_key)
         self.core = Core(self.cell)
+        self._journal = Journal(tracer)
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         self._woken = False
@@ -136,6 +139,8 @@ class Service:
             out = self.core.start_over("internal error")
         self.cell.counters.plan_s += time.perf_counter() - start
         self.send(out)
+        if self.cell.ended:
+            self._journal.write(self.cell.ended, self.now())
 
     async def _tick(self) -> None:
         while True:
@@ -170,7 +175,8 @@ async def _wait(stop: asyncio.Event) -> None:
 
 async def serve(config: Config) -> None:
     """Run the scheduler until SIGTERM or SIGINT."""
-    service = Service(config, load_hash_key(key_path(config)))
+    tracer = open_tracer(config, "scheduler")
+    service = Service(config, load_hash_key(key_path(config)), tracer)
     registry = CollectorRegistry()
     registry.register(CellCollector(service.cell))
     serve_metrics(registry, config.metrics_port, config.metrics_host)
@@ -179,3 +185,5 @@ async def serve(config: Config) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log.info("scheduler ready", extra={"gateways": service.gateways.address, "workers": service.workers.address})
     await service.run(stop)
+    if tracer is not None:
+        tracer.close()

@@ -146,6 +146,10 @@ class Workers:
             "replica dropped",
             extra={"replica": replica.name, "reason": reason, "sequences": len(replica.running), "struck": len(struck)},
         )
+        for seq in struck:
+            log.warning(
+                "struck", extra={"id": seq.request, "choice": seq.choice, "worker": replica.name, "step": failing[0].step}
+            )
         for seq in list(replica.running):
             cell.requeue(seq)
         for seq in struck:

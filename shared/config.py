@@ -81,6 +81,8 @@ class Config:
     # Operation
     log_level: str = _setting("info", "debug, info, warning or error")
     log_json: bool = _setting(False, "one JSON object per log line instead of text")
+    otlp_endpoint: str = _setting("", "OpenTelemetry collector that gets traces, as http://collector:4318; empty: no traces")
+    trace_share: float = _setting(1.0, "share of the requests that are traced where the caller does not say, 0 to 1")
     metrics_port: int = _setting(0, "port of /metrics of a scheduler or worker; 0: none")
     metrics_host: str = _setting("127.0.0.1", "address that /metrics of a scheduler or worker listens on")
 
@@ -101,6 +103,10 @@ def _check(config: Config) -> Config:
         _fail("log_level", config.log_level, "must be debug, info, warning or error")
     if not 0 < config.gpu_memory_utilization <= 1:
         _fail("gpu_memory_utilization", config.gpu_memory_utilization, "must be above 0 and at most 1")
+    if not 0 <= config.trace_share <= 1:
+        _fail("trace_share", config.trace_share, "must be at least 0 and at most 1")
+    if config.otlp_endpoint and urlsplit(config.otlp_endpoint).scheme not in ("http", "https"):
+        _fail("otlp_endpoint", config.otlp_endpoint, "must begin with http:// or https://")
     counts = ("max_num_seqs", "credits", "tensor_parallel_size", "max_body_bytes", "max_queued_requests", "write_buffer_bytes")
     for name in counts:
         if getattr(config, name) < 1:

@@ -6,7 +6,7 @@ gateway, is unique within one gateway identity and never reused there.
 
 from typing import Annotated, NamedTuple, TypeAlias
 
-PROTOCOL = 4  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
+PROTOCOL = 5  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
 
 I32 = Annotated[bytes, 4]  # column of int32
 I64 = Annotated[bytes, 8]  # column of int64
@@ -76,6 +76,8 @@ class Submit(NamedTuple):
     choice: int = 0  # its number in that stream
     ticket: bytes = b""  # what a gateway needs besides the tokens to go on with it; means nothing to the scheduler
     weight: int = 1  # of the tenant: its share of what is computed while several tenants wait
+    request: str = ""  # the id under which logs know the request; empty: none
+    trace: str = ""  # W3C traceparent of the span that waits for it; empty: it is not traced
 
 
 STOPPED = "stop string"  # Abort.reason of sequences whose answer is whole; booked as STOP, not as ABORT
@@ -269,6 +271,7 @@ class StepPlan(NamedTuple):
     score_width: int  # alternatives wanted per score position
     # Decode rows that share a prefix are neighbours, groups in order from the first decode row; later rows share nothing.
     group_counts: I32  # [g, 2] of (number of decode rows, leading pages they share)
+    opened: str = ""  # ids of the requests that it opens slots for, separated by spaces: for logs only
 
 
 GATEWAY_TO_SCHEDULER = (GatewayHello, Submit, Abort, Resume, Kept, DrainWorker, Drain, Reset)

@@ -17,6 +17,7 @@ from gateway.app import create_app, make_runner
 from gateway.served_model import ServedModel
 from gateway.session import Session
 from shared.config import Config
+from shared.tracing import Tracer
 from tests.integration.stub_scheduler import Play, StubScheduler
 
 
@@ -135,7 +136,7 @@ def load(folder: Path, name: str = "toy") -> ServedModel:
 
 
 @asynccontextmanager
-async def running(folder: Path, canary: str = "ok", **settings: Any) -> AsyncIterator[Bench]:
+async def running(folder: Path, canary: str = "ok", tracer: Tracer | None = None, **settings: Any) -> AsyncIterator[Bench]:
     """A gateway on a free port over a stub. Afterwards: a canary answers, nothing is live, no task is left."""
     before = asyncio.all_tasks()
     model = load(folder)
@@ -143,7 +144,7 @@ async def running(folder: Path, canary: str = "ok", **settings: Any) -> AsyncIte
     settings = {"heartbeat_s": 0.1, "silence_s": 1.0, "gateway_link": stub.start(), **settings}
     config = Config(model=str(folder), host="127.0.0.1", port=0, **settings)
     async with Session(config, model) as session:
-        runner = make_runner(create_app(session, config))
+        runner = make_runner(create_app(session, config, tracer))
         await runner.setup()
         site = web.TCPSite(runner, config.host, config.port)
         await site.start()

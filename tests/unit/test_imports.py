@@ -27,6 +27,8 @@ OWNERS = {
     "tokenizers": ("gateway", "quire", "gpu_worker/convert.py"),
     "jinja2": ("gateway", "quire"),
     "openai": (),
+    "opentelemetry": ("shared/tracing.py", "gateway/app.py"),
+    "pynvml": ("gpu_worker",),
     "zmq": ("shared/wire.py", "shared/keys.py"),
     "msgpack": ("shared/codec.py",),
     "huggingface_hub": ("shared/model_store.py",),

@@ -18,9 +18,19 @@ from shared.config import from_sources
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLES = {"gateway": "gateway", "scheduler": "scheduler", "worker": "gpu_worker"}
-MODULES = {"google": "protobuf", "prometheus_client": "prometheus-client", "zmq": "pyzmq"}  # whose name is another
+MODULES = {
+    "opentelemetry": "opentelemetry-sdk",
+    "pynvml": "nvidia-ml-py",
+    "google": "protobuf",
+    "prometheus_client": "prometheus-client",
+    "zmq": "pyzmq",
+}  # whose name is another
 # Imported where they are not needed to run: beside torch, or for models of the hub only.
-OPTIONAL = {"scheduler": {"huggingface_hub", "obstore", "tqdm", "numpy"}, "gateway": {"numpy"}, "worker": {"torch", "triton"}}
+OPTIONAL = {
+    "scheduler": {"huggingface_hub", "obstore", "tqdm", "numpy"},
+    "gateway": {"numpy"},
+    "worker": {"torch", "triton", "opentelemetry"},
+}
 HADOLINT = Path(sys.executable).with_name("hadolint")
 
 

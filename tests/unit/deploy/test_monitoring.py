@@ -36,9 +36,10 @@ def served() -> dict[str, set[str]]:
     gateway = GatewayMetrics()
     gateway.requests["/v1/completions", "200"] += 1
     gateway.finished["stop"] += 1
+    gateway.tenant_tokens["a", "prompt"] += 1
     for name in re.findall(r'gauge\("(\w+)"', Path(gateway_app.__file__).read_text()):
         gateway.gauge(name, "", lambda: 0.0)
-    text = generate_latest(scheduler) + generate_latest(WorkerMetrics().registry) + gateway.render()
+    text = generate_latest(scheduler) + generate_latest(WorkerMetrics().registry) + gateway.render()[0]
     found: dict[str, set[str]] = {}
     for line in text.decode().splitlines():
         if match := re.match(r"(\w+)(?:\{(.*)\})? ", line):

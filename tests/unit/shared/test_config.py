@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "heartbeat_s": 0.25,
     "silence_s": 7.5,
     "log_level": "debug",
+    "otlp_endpoint": "http://collector:4318",
 }
 
 
