@@ -42,8 +42,9 @@ With `"resumable": true` beside `"stream": true` every event has an `id:` line, 
 the events after it: the same text, token ids, log-probabilities and usage as if nothing had happened. While nobody reads,
 nothing is computed. A stream is kept for `--resume-grace-s` after its client left and after its end; then, and for the keys of
 another tenant, it is 404 `stream_not_found`. 503 with `Retry-After` is worth another try: the scheduler has just started.
-Whoever comes takes the stream over: an older reader of it sees it end (`finish_reason` is `abort`). An error event ends a
-stream for good, and `[DONE]` has no id. A resume counts as a request of its tenant; its prompt is not counted again.
+Whoever comes takes the stream over: an older reader of it sees it end (`finish_reason` is `abort`, without an id). An error
+event ends a stream for good, and `[DONE]` has no id. A resume counts as a request of its tenant; its prompt is not counted
+again.
 
 ## Keys
 With `--api-key-file` every route but `/health` and `/ready` wants `Authorization: Bearer KEY` (401). `gateway/api_keys.py`

@@ -124,7 +124,7 @@ class Service:
         resume, answer = self._takeovers.ask(stream, tenant)
         self._ask(resume)
         found = await answer
-        if not found and self._loop.time() - self._welcomed < self._config.silence_s + 1:
+        if not found and self._loop.time() - self._welcomed < 2 * self._config.silence_s + 1:
             raise Unavailable("The scheduler has just started and does not know every stream yet", 1, "scheduler_unavailable")
         return found
 

@@ -7,10 +7,11 @@ from typing import cast
 
 from aiohttp import web
 
-from gateway.choice import Choice, Entry
+from gateway.choice import FINISH_REASONS, Choice, Entry
 from gateway.replies import Reply, dump, quote
 from gateway.resume import Place
 from gateway.session import Run
+from shared.messages import Finish
 
 log = logging.getLogger("quire.gateway")
 
@@ -105,6 +106,11 @@ class EventWriter:
             self._timer = None
 
 
+def _was_taken(choice: Choice) -> bool:
+    """It ended here because another gateway took it over, where it goes on: that end has no place among its events."""
+    return choice.finish_reason == FINISH_REASONS[Finish.ABORT]
+
+
 class StreamReply:
     """Listener of a run: turns what its choices grow by into event frames."""
 
@@ -131,7 +137,7 @@ class StreamReply:
     def on_end(self, choice: Choice) -> None:
         if choice.index not in self._before:
             self._begin(choice)
-        if (mark := self._mark(choice.index)) is not None:
+        if (mark := b"" if _was_taken(choice) else self._mark(choice.index)) is not None:
             self._send_chunk(mark, self._reply.ending(choice))
 
     def _begin(self, choice: Choice) -> bytes:
@@ -154,6 +160,7 @@ class StreamReply:
         if run.failure is not None:
             self._writer.send(b"data: " + dump(run.failure.body()).encode() + b"\n\n")
             return
-        if self._reply.request.include_usage and (mark := self._mark(len(run.choices))) is not None:
+        taken = any(_was_taken(choice) for choice in run.choices)
+        if self._reply.request.include_usage and (mark := b"" if taken else self._mark(len(run.choices))) is not None:
             self._writer.send(mark + self._reply.chunk([], run.usage))
         self._writer.send(b"data: [DONE]\n\n")
