@@ -133,14 +133,15 @@ class Workers:
 
     def drop(self, replica: Replica, reason: str, *, step: int = 0, gone: str = "", faulted: str = "") -> list[Out]:
         """Forget all state of a replica. Its sequences go back to their places in the queue; those with a row in the
-        failing step (step, else the oldest in flight) get a strike. gone: that peer needs no Reset; faulted: says hello itself.
+        failing step get a strike: step, else the oldest in flight; of a worker that is gone any in flight, as it launches a
+        plan before it has told the result of the last. gone: that peer needs no Reset; faulted: says hello itself.
         """
         cell = self._cell
         cell.counters.failovers += 1
         self._certain[replica.name] = replica.acknowledged()
         self._forget_certain()
-        failing = [flight for flight in replica.in_flight if flight.step == step] or list(replica.in_flight)[:1]
-        struck = failing[0].live if failing else []
+        failing = [flight for flight in replica.in_flight if flight.step == step] or list(replica.in_flight)[: None if gone else 1]
+        struck = list(dict.fromkeys(seq for flight in failing for seq in flight.live))
         was_alone = replica.alone is not None
         log.warning(
             "replica dropped",

@@ -205,6 +205,26 @@ def test_sequence_that_only_fails_in_decode_is_found_too() -> None:
     assert small.empty and small.cell.counters.failovers <= 4
 
 
+def test_a_dead_worker_may_have_died_of_any_plan_in_flight() -> None:
+    """Its first plan is computed and its result not sent yet, when the poison in the second kills it."""
+    small = SmallCell()
+    peer = small.join()
+    small.submit(1, [1, 2, 3], 20)
+    small.answer()
+    small.submit(2, [4, 5, 6], 20)  # in the younger of two plans only
+    small.answer()
+    assert [plan.num_last for plan in small.plans[peer]] == [0, 1]
+    small.gone(peer)
+    assert small.seq(1).strikes == small.seq(2).strikes == 1
+    small.join()
+    small.run_until(lambda: small.replica().alone is not None and small.replica().alone.id == 2)
+    small.gone(peer)
+    assert small.ends == {2: Finish.ERROR}, "two deaths"
+    small.join()
+    small.run()
+    assert small.output[1] == [7] * 20 and small.ends[1] == Finish.LENGTH
+
+
 def test_struck_sequence_runs_alone() -> None:
     small = SmallCell(credits=2)
     small.join()
