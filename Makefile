@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # What is imported gets compiled then: compiling all of it now would take longer than the downloads.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: serve test chaos test-compose lint format bench lock clean
+.PHONY: serve test chaos test-compose test-deploy lint format bench lock clean
 
 serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="org/name --port 9000"
 	$(BIN)/quire serve $(ARGS)
@@ -48,11 +48,20 @@ $(INSTALLED): requirements.lock pyproject.toml
 test-compose: $(INSTALLED)  ## the compose stack with real containers: needs docker
 	PYTHON=$(BIN)/python tests/compose/run.sh
 
+DEPLOY := $(VENV)-deploy
+test-deploy: $(DEPLOY)/.installed  ## checkov over docker/ and k8s/, in a virtual environment of its own: needs kubectl
+	$(DEPLOY)/bin/python tests/deploy/hardening.py
+
+$(DEPLOY)/.installed: tests/deploy/requirements.lock
+	test -x $(DEPLOY)/bin/python || $(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet --no-compile --no-deps -r $<
+	touch $@
+
 lock:  ## write the lock file from what is installed now
 	{ echo '# Exact versions of everything but torch and triton (see the Makefile). Made by: make lock'; \
 	  $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude quire; } > requirements.lock
 	$(BIN)/python docker/split_lock.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DEPLOY) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Questions to a running Prometheus: metrics.py URL targets N | dashboard FILE | firing ALERT S | quiet ALERT S | picture."""
+"""Questions to a Prometheus: metrics.py URL targets N, dashboard FILE, exemplars, firing ALERT S, quiet ALERT S or picture."""
 
 import json
 import sys
@@ -42,6 +42,15 @@ def dashboard(base: str, file: str) -> bool:
     return not empty
 
 
+def exemplars(base: str) -> bool:
+    """Print the newest request that a latency histogram names."""
+    now = time.time()
+    found = get(base, "query_exemplars", query="quire_gateway_request_seconds_bucket", start=str(now - 900), end=str(now))
+    named = [each["labels"]["request_id"] for entry in found for each in entry["exemplars"]]
+    print(named[-1] if named else "")
+    return bool(named)
+
+
 def waited(base: str, wanted: bool, alert: str, limit_s: str) -> bool:
     started = time.monotonic()
     while time.monotonic() - started < float(limit_s):
@@ -68,6 +77,8 @@ def main(base: str, question: str, *more: str) -> int:
             return not targets(base, *more)
         case "dashboard":
             return not dashboard(base, *more)
+        case "exemplars":
+            return not exemplars(base)
         case "firing":
             return not waited(base, True, *more)
         case "quiet":

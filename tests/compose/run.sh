@@ -70,6 +70,13 @@ freeze() { docker pause "$(container "$1")"; local status=0; ask firing QuireNoP
 partition() { local who; who=$(container "$1"); docker network disconnect "${COMPOSE_PROJECT_NAME}_inner" "$who"; sleep 8
     docker network connect --alias "$1" "${COMPOSE_PROJECT_NAME}_inner" "$who"; }
 
+followed() {  # one request that Prometheus names is in the logs of all roles
+    local id role
+    id=$(ask exemplars) || return 1
+    echo "        $id"
+    for role in $ROLES; do compose logs --no-log-prefix "$role" 2>&1 | grep -q "\"$id\"" || { echo "        not in the log of $role"; return 1; }; done
+}
+
 not_root() { test "$(compose exec -T "$1" python -c 'import os; print(os.getuid())')" = 10001; }
 read_only() { ! compose exec -T "$1" python -c 'open("/app/x", "w")' 2> /dev/null; }
 keys_apart() {  # each role has its own secret and no other's
@@ -109,6 +116,7 @@ check "streams survive the worker cut off from the network for 8 s" while_loaded
 if [ -n "$MONITORED" ]; then
     check "Prometheus scrapes every role" ask targets 5
     check "every expression of the dashboard returns data" ask dashboard monitoring/grafana/quire.json
+    check "an exemplar leads to the request in the logs of all roles" followed
     check "a frozen worker raises an alert, and its streams survive" while_loaded freeze worker
     check "the alert ends" ask quiet QuireNoProgress 150
     ask picture > "${PICTURE:-/dev/null}"
