@@ -70,6 +70,20 @@ def test_the_sdk_gets_the_same_as_a_stream(served: Served) -> None:
         assert len(chunks) > 6  # it came token by token
 
 
+def test_one_id_follows_a_request_through_the_logs_of_all_roles(served: Served) -> None:
+    with OpenAI(base_url=served.url, api_key="none") as client:
+        raw = client.chat.completions.with_raw_response.create(model=served.model, messages=messages(QUESTION), temperature=0)
+    name = raw.headers["X-Request-Id"]
+    lines = (
+        rf"quire\.gateway info: request id={name} route=/v1/chat/completions status=200",
+        rf"quire\.scheduler info: ended id={name} .*reason=stop .*output=8 .*decode_ms=",
+        rf"quire\.worker info: opened step=\d+ ids=\['{name}'\]",
+    )
+    for line in lines:
+        served.wait_for(line, 5.0)
+    assert sum(name in line for line in served.lines) == len(lines), "a line per role, none per token"
+
+
 async def alone(client: AsyncOpenAI, model: str, prompt: str, num_tokens: int) -> tuple[list[int], int]:
     """Greedy ids of a prompt that runs by itself, and how many of them are beyond doubt."""
     answer = await client.completions.create(
