@@ -60,7 +60,8 @@ at once (or wait for one), and its process ends.
 `--cors-origins https://example.org,...` lets pages of these origins call; without it no answer has a CORS header.
 
 ## Headers
-`X-Request-Id` of an answer is unique; a client's `X-Client-Request-Id` or `X-Request-Id` comes back as `X-Client-Request-Id`.
+`X-Request-Id` of an answer is unique, and the logs of all roles know the request by it; a client's `X-Client-Request-Id` or
+`X-Request-Id` comes back as `X-Client-Request-Id`. Where requests are traced, a W3C `traceparent` is continued.
 `X-Request-Timeout: 30` is a deadline in seconds: 504 when it passes. 429 and 503 carry `Retry-After`.
 """
 
