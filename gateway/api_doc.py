@@ -53,7 +53,7 @@ under way: 429 with `Retry-After` and `x-ratelimit-*`. Prompt tokens count when 
 of the answer. While several tenants wait, each is computed in proportion to its `weight` (1, unless the file says more): what
 counts are generated tokens and prompt tokens that no cache had, within one `priority`; a full queue takes a share of each.
 Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens `/health`, `/ready` and
-`/metrics` on loopback, without a key, and `POST /drain/WORKER`, which `quire drain` uses: that worker's sequences move to others
+`/metrics` on loopback, without a key, and `POST /drain/WORKER`, which `quire drain` uses: its sequences move to other workers
 at once (or wait for one), and its process ends.
 
 ## Browsers

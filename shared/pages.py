@@ -20,10 +20,13 @@ def page_hash(key: bytes, parent: bytes, page: bytes) -> bytes:
 
 
 def page_hashes(key: bytes, root: bytes, tokens: bytes, page_tokens: int) -> bytes:
-    """Hashes of all full pages of tokens (int32 column), concatenated."""
+    """Hashes (page_hash) of all full pages of tokens (int32 column), concatenated."""
     step = page_tokens * TOKEN_BYTES
+    fresh = blake2b(digest_size=HASH_BYTES, key=key, person=b"quire-page").copy  # cheaper than to begin anew for each page
     parent, out = root, []
     for start in range(0, len(tokens) - step + 1, step):
-        parent = page_hash(key, parent, tokens[start : start + step])
+        page = fresh()
+        page.update(parent + tokens[start : start + step])
+        parent = page.digest()
         out.append(parent)
     return b"".join(out)
