@@ -74,7 +74,7 @@ def live_messages() -> list[tuple[Any, ...]]:
     sampling = Sampling(num_prompt=5, score_width=-1).pack()
     return [
         GatewayHello(PROTOCOL, "fuzz", "m"),
-        Submit(1, i32(range(5)), 5, 4, 0, b"", sampling, b"", bytes(16), b"", 0, "tenant", 0.0, 0.0, -1, "s", 0, b"t"),
+        Submit(1, i32(range(5)), 5, 4, 0, b"", sampling, b"", bytes(16), b"", 0, "tenant", 0.0, 0.0, -1, "s", 0, 0, b"t"),
         WorkerHello(PROTOCOL, "r", 0, 1, "m", 16, 65, 9, 64, 128, b""),
         StepDone(1, i32([7]), b"", 0, b"", b"", b"", 0, b"", b"", 1000),
     ]

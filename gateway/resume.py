@@ -122,7 +122,7 @@ async def reopen(session: "Session", tenant: "Tenant", found: list[Kept], seen: 
         ticket.request,
         prompts,
         [tickets[at].max_new for at in firsts],
-        replace(recipe, stream=stream),
+        replace(recipe, stream=stream, turn=found[0].turn),
         [kept[at].ticket for at in firsts],
     )
     place = Place(stream, ticket.num_choices, seen)

@@ -76,6 +76,7 @@ class Recipe:
     arrived: float  # loop time
     deadline_s: float
     stream: str = ""  # under which another gateway may take it over
+    turn: int = 0  # how often that had happened when this gateway got it
     request: str = ""  # the id under which logs know the request
     trace: str = ""  # W3C traceparent of its span; empty: it is not traced
 
@@ -164,6 +165,7 @@ class Sequence:
     index: int = 0  # of the choice in its request
     ticket: bytes = b""  # gateway.resume.Ticket, of a stream that another gateway may take over
     reason: int = 0  # Finish, once the choice has ended
+    epoch: int = 0  # of the scheduler that was told of it last
 
     def submit(self, welcome: GatewayWelcome, now: float) -> Submit:
         recipe, prompt = self.recipe, self.prompt
@@ -195,6 +197,7 @@ class Sequence:
             deadline_s=max(0.001, recipe.deadline_s - age_s) if recipe.deadline_s else 0.0,
             cached=self.cached,
             stream=recipe.stream,
+            turn=recipe.turn,
             choice=self.index,
             ticket=self.ticket,
             weight=recipe.weight,
@@ -205,7 +208,7 @@ class Sequence:
     def kept(self, now: float) -> Kept:
         """What a scheduler needs to hand it to another gateway."""
         recipe, prompt = self.recipe, self.prompt
-        names = (recipe.stream, self.index, recipe.tenant, self.ticket)
+        names = (recipe.stream, recipe.turn, self.index, recipe.tenant, self.ticket)
         tokens = prompt.column + self.output.tobytes()
         return Kept(0, 0, *names, tokens, len(prompt.ids), self.cached, self.reason, max(0.0, now - recipe.arrived))
 

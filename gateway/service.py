@@ -117,6 +117,7 @@ class Service:
         self._next_id += 1
         self._live[sequence.id] = sequence
         if self._welcome is not None and self._link is not None:
+            sequence.epoch = self.epoch
             self._link.send(sequence.submit(self._welcome, self._loop.time()))
 
     async def take(self, stream: str, tenant: str) -> list[Kept]:
@@ -141,7 +142,10 @@ class Service:
 
     def keep(self, sequences: list[Sequence]) -> None:
         """Streams that another gateway may take over are left here, or have ended."""
-        self._takeovers.leave(sequences, self._loop.time())
+        for sequence in sequences:
+            kept = self._takeovers.leave(sequence, self._loop.time())
+            if sequence.epoch != self.epoch and self._welcome is not None and self._link is not None:
+                self._link.send(kept)  # it ended under the scheduler before this one
 
     def drop(self, sequence: Sequence, *, stopped: bool = False) -> None:
         """Forget a sequence; if it is still computed, say so. Nothing is called for it any more. stopped: its text has ended

@@ -6,7 +6,6 @@ that, so every gateway remembers what it left itself, and says it again.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from gateway.errors import Unavailable
@@ -63,13 +62,13 @@ class Takeovers:
             if not ask.answer.done():
                 ask.answer.set_exception(Unavailable("The scheduler went away", 1, "scheduler_unavailable"))
 
-    def leave(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Nobody reads these here any more, or they have ended."""
-        for sequence in sequences:
-            left = _Left(now, sequence.kept(now))
-            self._left.append(left)
-            self._num_bytes += left.num_bytes
+    def leave(self, sequence: Sequence, now: float) -> Kept:
+        """Nobody reads it here any more, or it has ended. Returns what a scheduler has to be told that does not know it."""
+        left = _Left(now, sequence.kept(now))
+        self._left.append(left)
+        self._num_bytes += left.num_bytes
         self._expire(now)
+        return left.kept
 
     def untold(self, now: float) -> list[Kept]:
         """What a scheduler that has just started does not know."""

@@ -85,8 +85,8 @@ def admit(cell: Cell, outbox: Outbox, submit: Submit, now: float) -> Sequence | 
     account.live += 1
     outbox.sequences[seq.id] = seq
     cell.waiting.add(seq)
-    if seq.stream and (former := cell.shelf.adopt(seq)) is not None:
-        cell.finish(former, Finish.ABORT)
+    if seq.stream and (unwanted := cell.shelf.adopt(seq, now)) is not None:
+        cell.finish(unwanted, Finish.ABORT)
     cell.queue_rate.on_queue(now, True)
     return seq
 

@@ -128,7 +128,7 @@ class Core:
             for seq in live:
                 self.cell.finish(seq, Finish.ABORT)
             found = shelf.answer(resume.ask, resume.stream, now)
-        nothing = Kept(resume.ask, 0, resume.stream, 0, resume.tenant, b"", b"", 0, -1, 0, 0.0)
+        nothing = Kept(resume.ask, 0, resume.stream, 0, 0, resume.tenant, b"", b"", 0, -1, 0, 0.0)
         return [(outbox.peer, kept) for kept in found or [nothing]]
 
     def _on_drain_worker(self, outbox: Outbox, wish: DrainWorker) -> list[Out]:

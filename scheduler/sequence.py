@@ -75,6 +75,7 @@ class Sequence:
         "tokens",
         "top_width",
         "trace",
+        "turn",
         "worker",
         "worst_pages",
     )
@@ -95,6 +96,7 @@ class Sequence:
         self.edits = submit.edits
         self.tenant = submit.tenant
         self.stream = submit.stream
+        self.turn = submit.turn
         self.choice = submit.choice
         self.ticket = submit.ticket
         self.request = submit.request

@@ -26,6 +26,7 @@ class _Left(NamedTuple):
 @dataclass(slots=True)
 class _Stream:
     tenant: str
+    turn: int = 0  # how often it was taken over
     live: dict[int, Sequence] = field(default_factory=dict)  # by choice
     left: dict[int, _Left] = field(default_factory=dict)  # by choice
 
@@ -35,7 +36,7 @@ class Shelf:
         self._grace_s = grace_s
         self._streams: dict[str, _Stream] = {}
         self._ends: OrderedDict[str, float] = OrderedDict()  # streams without a live choice -> when they are forgotten
-        self.now = 0.0  # clock time of the last tick
+        self.now = 0.0  # clock time, as far as it was told
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -45,9 +46,14 @@ class Shelf:
     def holds(self, stream: str) -> bool:
         return stream in self._streams
 
-    def adopt(self, seq: Sequence) -> Sequence | None:
-        """A sequence came into the queue. Returns the one that was the same choice until now: nobody waits for it."""
+    def adopt(self, seq: Sequence, now: float) -> Sequence | None:
+        """A sequence came into the queue. Returns the one that nobody waits for: whichever was the same choice until now, or
+        seq itself, where its gateway has lost the stream without knowing it yet."""
+        self.now = now
         stream = self._streams.setdefault(seq.stream, _Stream(seq.tenant))
+        if seq.turn < stream.turn:
+            return seq
+        stream.turn = seq.turn
         self._ends.pop(seq.stream, None)
         self._drop_left(stream, seq.choice)
         former = stream.live.get(seq.choice)
@@ -61,7 +67,7 @@ class Shelf:
             return
         del stream.live[seq.choice]
         reason = 0 if reason == Finish.ABORT else reason
-        tokens, names = seq.tokens.tobytes(), (seq.stream, seq.choice, stream.tenant)
+        tokens, names = seq.tokens.tobytes(), (seq.stream, seq.turn, seq.choice, stream.tenant)
         kept = Kept(0, 0, *names, seq.ticket, tokens, seq.num_prompt, seq.first_cached, reason, 0.0)
         self._put(stream, _Left(seq.order[1], kept))
 
@@ -74,7 +80,9 @@ class Shelf:
 
     def learn(self, kept: Kept, now: float) -> None:
         """A gateway tells what it kept, because the scheduler before this one knew it. Whoever knows more tokens is right."""
+        self.now = now
         stream = self._streams.setdefault(kept.stream, _Stream(kept.tenant))
+        stream.turn = max(stream.turn, kept.turn)
         known = stream.left.get(kept.choice)
         if kept.choice in stream.live or (known is not None and len(known.kept.tokens) >= len(kept.tokens)):
             return
@@ -84,12 +92,21 @@ class Shelf:
     def take(self, name: str, tenant: str) -> list[Sequence] | None:
         """The live sequences of a stream, to be ended for whoever comes for it; None: this tenant has no such stream."""
         stream = self._streams.get(name)
-        return None if stream is None or stream.tenant != tenant else list(stream.live.values())
+        if stream is None or stream.tenant != tenant:
+            return None
+        stream.turn += 1
+        return list(stream.live.values())
 
     def answer(self, ask: int, name: str, now: float) -> list[Kept]:
         """What is known of a stream that has no live choice. It stays here until somebody submits it again."""
-        left = self._streams[name].left if name in self._streams else {}
-        return [each.kept._replace(ask=ask, total=len(left), age_s=max(0.0, now - each.arrived)) for each in left.values()]
+        if name not in self._streams:
+            return []
+        stream = self._streams[name]
+        count, turn = len(stream.left), stream.turn
+        return [
+            each.kept._replace(ask=ask, total=count, turn=turn, age_s=max(0.0, now - each.arrived))
+            for each in stream.left.values()
+        ]
 
     def tick(self, now: float) -> None:
         self.now = now

@@ -6,7 +6,7 @@ gateway, is unique within one gateway identity and never reused there.
 
 from typing import Annotated, NamedTuple, TypeAlias
 
-PROTOCOL = 5  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
+PROTOCOL = 6  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
 
 I32 = Annotated[bytes, 4]  # column of int32
 I64 = Annotated[bytes, 8]  # column of int64
@@ -73,6 +73,7 @@ class Submit(NamedTuple):
     deadline_s: float  # seconds from now; 0: none
     cached: int = -1  # prompt tokens that were in the cache when it started first; -1: it never has
     stream: str = ""  # under which any gateway may take it over (Resume); empty: none will
+    turn: int = 0  # how often the stream had been taken over when this gateway got it: a later one has it now
     choice: int = 0  # its number in that stream
     ticket: bytes = b""  # what a gateway needs besides the tokens to go on with it; means nothing to the scheduler
     weight: int = 1  # of the tenant: its share of what is computed while several tenants wait
@@ -103,6 +104,7 @@ class Kept(NamedTuple):
     ask: int  # 0 from a gateway
     total: int  # choices of the stream that are known; 0: no such stream, and the other fields mean nothing
     stream: str
+    turn: int  # see Submit
     choice: int
     tenant: str
     ticket: bytes

@@ -14,8 +14,7 @@ PROMPT = [1, 2, 3, 4, 5]
 def two_gateways() -> SmallCell:
     small = SmallCell()
     small.join()
-    small.gateway(GatewayHello(PROTOCOL, "b", "m"), peer=OTHER)
-    small.tick(0.1)
+    small.gateway(GatewayHello(PROTOCOL, "b", "m"), peer=OTHER)  # no tick yet: the grace time must count from now all the same
     return small
 
 
@@ -49,7 +48,7 @@ def test_the_taken_stream_goes_on_and_is_billed_once() -> None:
     small = two_gateways()
     begin(small)
     (kept,) = ask(small)
-    fields = {"stream": "s", "choice": 0, "ticket": b"ticket", "tenant": "acme", "cached": kept.cached}
+    fields = {"stream": "s", "choice": 0, "ticket": b"ticket", "tenant": "acme", "cached": kept.cached, "turn": kept.turn}
     small.gateway(small.submission(5, PROMPT, 6, output=[7, 7, 7], **fields), peer=OTHER)
     assert len(small.cell.shelf) == 0
     small.run()
@@ -111,6 +110,21 @@ def test_submitted_again_by_its_own_gateway_it_is_live_once() -> None:
     assert len(kept.tokens) == 4 * 7 and small.ends[2] == Finish.ABORT
 
 
+def test_a_gateway_that_has_lost_a_stream_cannot_take_it_back() -> None:
+    """It was telling its client what was known, or was cut off, while another came: its submit arrives too late."""
+    small = two_gateways()
+    begin(small)
+    (first,) = ask(small)
+    (second,) = ask(small, peer=GATEWAY)
+    assert (first.turn, second.turn) == (1, 2)
+    fields = {"stream": "s", "ticket": b"ticket", "tenant": "acme", "cached": 0}
+    small.gateway(small.submission(5, PROMPT, 20, output=[7, 7, 7], turn=2, **fields))
+    small.gateway(small.submission(6, PROMPT, 20, output=[7, 7, 7], turn=1, **fields), peer=OTHER)
+    assert small.ends[6] == Finish.ABORT and 5 not in small.ends
+    small.run()
+    assert small.ends[5] == Finish.LENGTH
+
+
 def test_a_refused_stream_leaves_nothing() -> None:
     small = SmallCell()  # without a worker
     small.submit(1, PROMPT, 20, stream="s", deadline_s=0.5)
@@ -122,12 +136,13 @@ def test_a_refused_stream_leaves_nothing() -> None:
 def test_what_gateways_kept_through_a_restart_is_known_again() -> None:
     small = two_gateways()
     tokens = bytes(4 * 8)
-    small.gateway(Kept(0, 0, "s", 0, "acme", b"t", tokens, 5, 0, 0, 30.0))
-    small.gateway(Kept(0, 0, "s", 0, "acme", b"t", tokens[:-4], 5, 0, 0, 30.0), peer=OTHER)
+    small.gateway(Kept(0, 0, "s", 0, 0, "acme", b"t", tokens, 5, 0, 0, 30.0))
+    small.gateway(Kept(0, 0, "s", 0, 0, "acme", b"t", tokens[:-4], 5, 0, 0, 30.0), peer=OTHER)
+    small.tick(0.0)
     (kept,) = ask(small)
     assert len(kept.tokens) == 4 * 8 and kept.age_s == pytest.approx(30.0)
     begin(small, stream="live")
-    small.gateway(Kept(0, 0, "live", 0, "acme", b"t", tokens, 5, 0, 0, 30.0))
+    small.gateway(Kept(0, 0, "live", 0, 0, "acme", b"t", tokens, 5, 0, 0, 30.0))
     (kept,) = ask(small, stream="live")
     assert read_i32(kept.tokens).tolist()[:5] == PROMPT, "a live sequence knows better"
     small.tick(61.0)
