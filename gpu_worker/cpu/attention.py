@@ -26,6 +26,7 @@ from gpu_worker.cpu.simd import (
     largest,
     largest_of,
     load,
+    load_each,
     load_part,
     multiply,
     next_task,
@@ -43,13 +44,14 @@ from gpu_worker.cpu.team import Kernel
 
 TILE = 8  # queries
 TASK_TOKENS = 16  # query tokens of a row that one task takes at most
+GROUP_ROWS = 8  # decode rows with shared pages that one task takes at most
 
 
 @jit
-def _queries(element, a, none, q, count, target):
-    """Queries as float32 [len(none), head_dim], scaled; those beyond count are zeros."""
+def _queries(element, a, q, count, target):
+    """Queries as float32 [count, head_dim] and TILE lines more, scaled; those beyond count are zeros."""
     size, width = size_of(element), a.head_dim
-    for number in range(len(none)):
+    for number in range(count + TILE):
         source = q + number // a.group * a.q_stride + number % a.group * width * size
         for i in range(0, width, 16):
             value = zeros()
@@ -59,8 +61,8 @@ def _queries(element, a, none, q, count, target):
 
 
 @jit
-def _scores(element, a, none, q, scores, row_pages, first, length, k_head):
-    """Products of queries with keys first .. length - 1, from the block of 16 that holds key first."""
+def _score_tile(element, a, none, q, scores, row_pages, first, length, k_head):
+    """Products of len(none) queries with keys first .. length - 1, from the block of 16 that holds key first."""
     size, width = size_of(element), a.head_dim
     start = first // 16 * 16
     for key in range(start, length, 16):
@@ -70,6 +72,18 @@ def _scores(element, a, none, q, scores, row_pages, first, length, k_head):
         for i in range(width):
             sums = fma_each(sums, q + i * 4, width * 4, load(element, k + i * a.page_tokens * size))
         store_each(sums, scores + (key - start) * 4, a.score_width * 4)
+
+
+@jit
+def _scores(element, a, lines, q, scores, row_pages, first, length, k_head):
+    """Products of queries, and of up to TILE - 1 lines after them, with keys first .. length - 1."""
+    z = zeros()
+    for n in range(0, lines, TILE):
+        queries, line = q + n * a.head_dim * 4, scores + n * a.score_width * 4
+        if lines - n > 4:
+            _score_tile(element, a, (z, z, z, z, z, z, z, z), queries, line, row_pages, first, length, k_head)
+        else:
+            _score_tile(element, a, (z, z, z, z), queries, line, row_pages, first, length, k_head)
 
 
 @jit
@@ -102,74 +116,135 @@ def _weights(scores, count, low, high, soft_cap):
 
 
 @jit
-def _values(element, a, none, weights, row_pages, first, length, v_head, out):
-    """Weighted sums of values first .. length - 1, float32 [queries, head_dim]."""
+def _value_tile(element, a, none, weights, row_pages, first, length, v_head, sums):
+    """sums: float32 [len(none), out_width], to which values first .. length - 1 are added, weighted."""
     size, width = size_of(element), a.head_dim
     start = first // 16 * 16
     for i in range(0, width, 16):
-        sums = none
+        part = load_each(none, sums + i * 4, a.out_width * 4)
         for page in range(first // a.page_tokens, (length - 1) // a.page_tokens + 1):
             begin = page * a.page_tokens
             v = v_head + read_int32(row_pages + page * 4) * a.v_page + (i - begin * width) * size
             for key in range(max(begin, first), min(begin + a.page_tokens, length)):
                 values = load_part(element, v + key * width * size, width - i)
-                sums = fma_each(sums, weights + (key - start) * 4, a.score_width * 4, values)
-        store_each(sums, out + i * 4, a.out_width * 4)
+                part = fma_each(part, weights + (key - start) * 4, a.score_width * 4, values)
+        store_each(part, sums + i * 4, a.out_width * 4)
 
 
 @jit
-def _tile(element, a, none, q, out, count, position, row_pages, k_head, v_head, scratch):
-    """Attention of count queries, of which a.group stand at each position from the given one on."""
+def _values(element, a, lines, weights, row_pages, first, length, v_head, sums):
+    """The same for all lines of sums, and for up to TILE - 1 lines after them."""
+    z = zeros()
+    for n in range(0, lines, TILE):
+        line, total = weights + n * a.score_width * 4, sums + n * a.out_width * 4
+        if lines - n > 4:
+            _value_tile(element, a, (z, z, z, z, z, z, z, z), line, row_pages, first, length, v_head, total)
+        else:
+            _value_tile(element, a, (z, z, z, z), line, row_pages, first, length, v_head, total)
+
+
+@jit
+def _clear(sums, count):
+    for i in range(0, count, 16):
+        store(FLOAT32, sums + i * 4, zeros())
+
+
+@jit
+def _finish(element, a, sums, inverses, count, out):
+    """Sums of count queries, each times 16 copies of its inverse, where they belong."""
     size, width = size_of(element), a.head_dim
-    scores, sums = scratch + TILE * width * 4, scratch + TILE * (width + a.score_width) * 4
-    length = position + (count - 1) // a.group + 1
-    first = max(0, position + 1 - a.window) if a.window else 0
-    start = first // 16 * 16
-    _queries(element, a, none, q, count, scratch)
-    _scores(element, a, none, scratch, scores, row_pages, first, length, k_head)
-    for number in range(count):
-        high = position + number // a.group + 1
-        low = max(0, high - a.window) if a.window else 0
-        row = scores + number * a.score_width * 4
-        inverse = _weights(row, length - start, low - start, high - start, a.soft_cap)
-        store(FLOAT32, sums + (TILE * a.out_width + number * 16) * 4, broadcast(inverse))
-    _values(element, a, none, scores, row_pages, first, length, v_head, sums)
     for number in range(count):
         target = out + number // a.group * a.out_stride + number % a.group * width * size
-        inverse = load(FLOAT32, sums + (TILE * a.out_width + number * 16) * 4)
+        inverse = load(FLOAT32, inverses + number * 64)
         for i in range(0, width, 16):
             value = multiply(load(FLOAT32, sums + (number * a.out_width + i) * 4), inverse)
             store_part(element, target + i * size, width - i, value)
 
 
 @jit
+def _tile(element, a, q, out, count, position, row_pages, k_head, v_head, scratch):
+    """Attention of count queries, of which a.group stand at each position from the given one on."""
+    scores, sums, inverses = scratch + a.scores_at, scratch + a.sums_at, scratch + a.inverses_at
+    length = position + (count - 1) // a.group + 1
+    first = max(0, position + 1 - a.window) if a.window else 0
+    start = first // 16 * 16
+    _queries(element, a, q, count, scratch)
+    _scores(element, a, count, scratch, scores, row_pages, first, length, k_head)
+    for number in range(count):
+        high = position + number // a.group + 1
+        low = max(0, high - a.window) if a.window else 0
+        line = scores + number * a.score_width * 4
+        store(FLOAT32, inverses + number * 64, broadcast(_weights(line, length - start, low - start, high - start, a.soft_cap)))
+    _clear(sums, TILE * a.out_width)
+    _values(element, a, count, scores, row_pages, first, length, v_head, sums)
+    _finish(element, a, sums, inverses, count, out)
+
+
+@jit
+def _row(element, a, q, out, queries, position, row_pages, k_head, v_head, scratch):
+    """Attention of neighbouring query tokens of a row, tile by tile: whole tokens, or a part of one."""
+    group, line = a.group, a.head_dim * size_of(element)
+    done = 0
+    while done < queries:
+        token, within = done // group, done % group
+        count = min(TILE // group * group if group <= TILE else min(TILE, group - within), queries - done)
+        at, to = q + token * a.q_stride + within * line, out + token * a.out_stride + within * line
+        _tile(element, a, at, to, count, position + token, row_pages, k_head, v_head, scratch)
+        done += count
+
+
+@jit
+def _copy(source, target, count):
+    for i in range(0, count, 16):
+        store(FLOAT32, target + i * 4, load(FLOAT32, source + i * 4))
+
+
+@jit
+def _shared_rows(element, a, q, out, rows, row, shared, k_head, v_head, scratch):
+    """Decode rows whose first pages are the same: these are read once for all, then each row's own."""
+    scores, sums, inverses = scratch + a.scores_at, scratch + a.sums_at, scratch + a.inverses_at
+    group, queries, score_line, sum_line = a.group, rows * a.group, a.score_width * 4, a.out_width * 4
+    pages = a.page_table + read_int32(a.row_slots + row * 4) * a.table_row
+    first = a.window  # 0: windowed layers have no groups. A literal would have everything compiled once more
+    _queries(element, a, q, queries, scratch)
+    _scores(element, a, queries, scratch, scores, pages, first, shared, k_head)
+    for r in range(rows):
+        own, length = a.page_table + read_int32(a.row_slots + (row + r) * 4) * a.table_row, read_int32(a.lens + (row + r) * 4)
+        line = scores + r * group * score_line
+        _scores(element, a, group, scratch + r * group * a.head_dim * 4, line + shared * 4, own, shared, length, k_head)
+        for n in range(group):
+            inverse = _weights(line + n * score_line, length, first, length, a.soft_cap)
+            store(FLOAT32, inverses + (r * group + n) * 64, broadcast(inverse))
+    _clear(sums, (queries + TILE) * a.out_width)
+    _values(element, a, queries, scores, pages, first, shared, v_head, sums)
+    for r in range(rows):
+        own, length = a.page_table + read_int32(a.row_slots + (row + r) * 4) * a.table_row, read_int32(a.lens + (row + r) * 4)
+        weights, total = scores + r * group * score_line + shared * 4, sums + r * group * sum_line
+        # Summed apart, where the queries were: the lines after a row's are another's.
+        _copy(total, scratch, group * a.out_width)
+        _values(element, a, group, weights, own, shared, length, v_head, scratch)
+        _copy(scratch, total, group * a.out_width)
+    _finish(element, a, sums, inverses, queries, out)
+
+
+@jit
 def _attend(args, element):
-    """A task: some neighbouring query tokens of a row, and one KV head."""
+    """A task: one part (see _Work) and one KV head."""
     a = carray(args, 1)[0]
-    size, width, group = size_of(element), a.head_dim, a.group
-    none = zeros()
-    four, eight = (none, none, none, none), (none, none, none, none, none, none, none, none)
     scratch = a.scratch + next_thread(args) * a.scratch_bytes
     task = next_task(args)
     while task < a.num_tasks:
-        part, kv_head = a.parts + task // a.kv_heads * 16, task % a.kv_heads
-        slot, position = read_int32(part), read_int32(part + 4)
-        token, queries = read_int32(part + 8), read_int32(part + 12) * group
-        row_pages = a.page_table + slot * a.table_row
-        head = kv_head * group * width * size
+        part, kv_head = a.parts + task // a.kv_heads * 20, task % a.kv_heads
+        row, position, token = read_int32(part), read_int32(part + 4), read_int32(part + 8)
+        count, shared = read_int32(part + 12), read_int32(part + 16)
+        head = kv_head * a.group * a.head_dim * size_of(element)
         q, out = a.q + token * a.q_stride + head, a.out + token * a.out_stride + head
         k_head, v_head = a.k_cache + kv_head * a.k_head, a.v_cache + kv_head * a.v_head
-        done = 0
-        while done < queries:
-            # A tile begins at a token's first query, or lies within one token.
-            begin, within = done // group, done % group
-            count = min(TILE // group * group if group <= TILE else min(TILE, group - within), queries - done)
-            at, to = q + begin * a.q_stride + within * width * size, out + begin * a.out_stride + within * width * size
-            if count > 4:
-                _tile(element, a, eight, at, to, count, position + begin, row_pages, k_head, v_head, scratch)
-            else:
-                _tile(element, a, four, at, to, count, position + begin, row_pages, k_head, v_head, scratch)
-            done += count
+        if shared:
+            _shared_rows(element, a, q, out, count, row, shared, k_head, v_head, scratch)
+        else:
+            row_pages = a.page_table + read_int32(a.row_slots + row * 4) * a.table_row
+            _row(element, a, q, out, count * a.group, position, row_pages, k_head, v_head, scratch)
         task = next_task(args)
 
 
@@ -184,40 +259,58 @@ def _attend_bfloat16(args):
 _ATTEND = Kernel(
     _attend_float32,
     _attend_bfloat16,
-    "q q_stride out out_stride k_cache k_page k_head v_cache v_page v_head page_table table_row parts"
-    " kv_heads group head_dim page_tokens window scratch scratch_bytes score_width out_width",
+    "q q_stride out out_stride k_cache k_page k_head v_cache v_page v_head page_table table_row row_slots lens parts"
+    " kv_heads group head_dim page_tokens window scratch scratch_bytes scores_at sums_at inverses_at score_width out_width",
     "scale soft_cap",
 )
 
 
 class _Work(NamedTuple):
-    """What the tasks of a step are; the same for all layers."""
+    """What the tasks of a step are; the same for all layers of one shape."""
 
-    parts: Tensor  # i32[parts, 4]: slot, position of the first query token, its place in the batch, query tokens
+    parts: Tensor  # i32[parts, 5]: first row, its first query's position and token, query tokens, keys that all rows share
     num_scores: int  # of one head
     score_width: int
     out_width: int
-    scratch: Tensor  # f32[threads, ...]: queries, their scores, sums of values, 1 / sums of weights
+    scratch: Tensor  # u8[threads, ...]: queries, their scores, sums of values, 1 / sums of weights
+    scores_at: int  # bytes from the start of a thread's scratch
+    sums_at: int
+    inverses_at: int
 
 
-def _work(batch: Batch, head_dim: int) -> _Work:
-    starts = np.cumsum(batch.host_query_lens) - batch.host_query_lens
+def _parts(batch: Batch, page_tokens: int, window: int) -> list[tuple[int, int, int, int, int]]:
     parts = []
-    for slot, start, query_len, context in zip(
-        batch.host_row_slots.tolist(),
-        starts.tolist(),
-        batch.host_query_lens.tolist(),
-        batch.host_context_lens.tolist(),
-        strict=True,
-    ):
-        for done in range(0, query_len, TASK_TOKENS):
-            parts.append((slot, context - query_len + done, start + done, min(TASK_TOKENS, query_len - done)))
+    token = row = 0
+    lens, contexts = batch.host_query_lens.tolist(), batch.host_context_lens.tolist()
+    for row in range(batch.num_rows - batch.num_decode):
+        for done in range(0, lens[row], TASK_TOKENS):
+            parts.append((row, contexts[row] - lens[row] + done, token + done, min(TASK_TOKENS, lens[row] - done), 0))
+        token += lens[row]
+    row = batch.num_rows - batch.num_decode
+    groups = [] if window else batch.groups  # a window may hide shared pages
+    for rows, pages in [*groups, (batch.num_decode - sum(rows for rows, _ in groups), 0)]:
+        together = GROUP_ROWS if rows > 1 and pages else 1
+        for first in range(row, row + rows, together):
+            count = min(together, row + rows - first)
+            shared = pages * page_tokens if count > 1 else 0
+            parts.append((first, contexts[first] - 1, token + first - row, count, shared))
+        row, token = row + rows, token + rows
     parts.sort(key=lambda part: -part[1] * part[3])  # the longest first, so that threads end together
+    return parts
+
+
+def _work(batch: Batch, group: int, head_dim: int, page_tokens: int, window: int) -> _Work:
+    parts = _parts(batch, page_tokens, window)
+    lines = TILE + max(TILE, max((part[3] * group for part in parts if part[4]), default=0))
     score_width = (int(batch.host_context_lens.max()) // 16 + 2) * 16
     out_width = -(-head_dim // 16) * 16
-    scratch = torch.empty((torch.get_num_threads(), TILE * (head_dim + score_width + out_width + 16)))
+    scores_at = lines * out_width * 4
+    sums_at = scores_at + lines * score_width * 4
+    inverses_at = sums_at + lines * out_width * 4
+    scratch = torch.empty((torch.get_num_threads(), inverses_at + lines * 64), dtype=torch.uint8)
     num_scores = int((batch.host_query_lens * batch.host_context_lens.astype(np.int64)).sum())
-    return _Work(torch.tensor(parts, dtype=torch.int32), num_scores, score_width, out_width, scratch)
+    table = torch.tensor(parts, dtype=torch.int32)
+    return _Work(table, num_scores, score_width, out_width, scratch, scores_at, sums_at, inverses_at)
 
 
 def attention(
@@ -231,12 +324,15 @@ def attention(
     scale: float,
     window: int,
     soft_cap: float,
+    kv_scales: None = None,  # pages of float8 have other operations: float8_pages.py
 ) -> Tensor:
     """See Ops.attention. A page's keys must lie dimension by dimension, its values key by key, as in KVCache on a CPU."""
     _, kv_heads, page_tokens, head_dim = k_cache.shape
-    work: _Work | None = batch.memo.get(("attention", head_dim))
+    group = q.shape[1] // kv_heads
+    key = ("attention", group, head_dim, page_tokens, window)
+    work: _Work | None = batch.memo.get(key)
     if work is None:
-        work = batch.memo["attention", head_dim] = _work(batch, head_dim)
+        work = batch.memo[key] = _work(batch, group, head_dim, page_tokens, window)
     out = torch.empty(q.shape, dtype=q.dtype)
     size = q.itemsize
     _ATTEND(
@@ -244,8 +340,10 @@ def attention(
         q.data_ptr(), q.stride(0) * size, out.data_ptr(), out.stride(0) * size,
         k_cache.data_ptr(), k_cache.stride(0) * size, k_cache.stride(1) * size,
         v_cache.data_ptr(), v_cache.stride(0) * size, v_cache.stride(1) * size,
-        page_table.data_ptr(), page_table.stride(0) * 4, work.parts.data_ptr(),
-        kv_heads, q.shape[1] // kv_heads, head_dim, page_tokens, window,
-        work.scratch.data_ptr(), work.scratch.stride(0) * 4, work.score_width, work.out_width, scale, soft_cap,
+        page_table.data_ptr(), page_table.stride(0) * 4, batch.row_slots.data_ptr(), batch.context_lens.data_ptr(),
+        work.parts.data_ptr(),
+        kv_heads, group, head_dim, page_tokens, window,
+        work.scratch.data_ptr(), work.scratch.stride(0), work.scores_at, work.sums_at, work.inverses_at,
+        work.score_width, work.out_width, scale, soft_cap,
     )  # fmt: skip
     return out

@@ -14,7 +14,8 @@ from numba.core.imputils import lower_constant
 from numba.extending import intrinsic, models, register_model, typeof_impl
 
 LANES = 16
-jit = numba.njit(error_model="numpy")  # a division by zero gives infinity and is no Python exception
+# A division by zero gives infinity and is no Python exception; nobody calls these functions from Python or C.
+jit = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 _F32 = ir.FloatType()
 _I16 = ir.VectorType(ir.IntType(16), LANES)
@@ -174,7 +175,7 @@ first_lanes = _defined(lanes(lanes, _i64, lanes), _first_lanes)  # the first cou
 sum_of = _defined(_f32(lanes), _sum)
 largest_of = _defined(_f32(lanes), lambda b, x: _llvm(b, "llvm.vector.reduce.fmax.v16f32", _F32, x))
 
-read_int32 = _defined(types.int32(_i64), lambda b, at: b.load(_pointer(b, at), typ=ir.IntType(32)))
+read_int32 = _defined(_i64(_i64), lambda b, at: b.sext(b.load(_pointer(b, at), typ=ir.IntType(32)), ir.IntType(64)))
 read_int64 = _defined(_i64(_i64), lambda b, at: b.load(_pointer(b, at), typ=ir.IntType(64)))
 
 
@@ -241,6 +242,20 @@ def fma_each(typing: Any, sums: Any, at: Any, stride: Any, values: Any) -> Any:
         return total
 
     return sums(sums, _i64, _i64, lanes), codegen
+
+
+@intrinsic
+def load_each(typing: Any, sums: Any, at: Any, stride: Any) -> Any:
+    """As many float32 sums as the tuple has, from at, at + stride, ..."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total, address = args[0], args[1]
+        for number in range(sums.count):
+            total = builder.insert_value(total, builder.load(_pointer(builder, address), align=4, typ=_VECTOR), number)
+            address = builder.add(address, args[2])
+        return total
+
+    return sums(sums, _i64, _i64), codegen
 
 
 @intrinsic
