@@ -57,6 +57,8 @@ class Kernel:
     def compiled(self, dtype: torch.dtype) -> tuple[Any, int, Any]:
         """(code, its address, it as a function for one thread)."""
         if dtype not in self._compiled:
+            if not numba.config.CACHE_DIR:
+                keep_compiled(Config().cache_dir)
             code = numba.cfunc(self._signature, cache=bool(numba.config.CACHE_DIR), error_model="numpy")(self._functions[dtype])
             self._compiled[dtype] = code, code.address, _ALONE(code.address)
         return self._compiled[dtype]
@@ -88,6 +90,3 @@ def keep_compiled(cache_dir: str) -> None:
         numba.config.CACHE_DIR = ""
     else:
         numba.config.CACHE_DIR = str(folder) if os.access(folder, os.W_OK) else ""
-
-
-keep_compiled(Config().cache_dir)

@@ -136,7 +136,7 @@ async def test_plans_faults_and_drain(worker: Worker) -> None:
     hello: WorkerHello = await worker.next(WorkerHello)
     assert (hello.protocol, hello.replica, hello.rank, hello.tp, hello.page_tokens) == (PROTOCOL, "r1", 0, 1, 16)
     assert hello.num_slots == 257 and hello.max_batched_tokens == 1024 and hello.inventory == b""
-    worker.send(WorkerWelcome(1, 2))
+    worker.send(WorkerWelcome(1, 2, 1))
 
     # Two plans in flight: the second's input token is what the first sampled.
     worker.send(prefill(1, 1, [5, 6, 7], 9))
@@ -154,7 +154,7 @@ async def test_plans_faults_and_drain(worker: Worker) -> None:
     assert fault.step == 4 and "999" in fault.text
     again: WorkerHello = await worker.next(WorkerHello)
     assert worker.peer != old_peer and again.inventory == i32([9]) + HASH
-    worker.send(WorkerWelcome(1, 2))
+    worker.send(WorkerWelcome(1, 2, 1))
     repeated = await worker.result(prefill(1, 1, [5, 6, 7], 11))
     assert read_i32(repeated.tokens).tolist() == first
     await asyncio.wait_for(alive(worker), 5)
@@ -176,13 +176,13 @@ async def alive(worker: Worker) -> None:
 
 async def test_a_scheduler_that_forgot_the_worker_gets_its_inventory(worker: Worker) -> None:
     await worker.next(WorkerHello)
-    worker.send(WorkerWelcome(1, 2))
+    worker.send(WorkerWelcome(1, 2, 1))
     await worker.result(prefill(1, 1, list(range(1, 17)), 9, registrations=i32([9]) + HASH))
     old_peer = worker.peer
     worker.send(Reset("who are you?", False))
     again: WorkerHello = await worker.next(WorkerHello)
     assert worker.peer != old_peer and again.inventory == i32([9]) + HASH
-    worker.send(WorkerWelcome(2, 2))
+    worker.send(WorkerWelcome(2, 2, 1))
     # The page is good: a sequence that starts behind it says what one that computes it says.
     sampling = Sampling(temperature=0.0, num_prompt=17).pack()
     warm = await worker.result(
@@ -255,6 +255,7 @@ def test_bad_models_are_refused_in_one_line(folder: Path, tmp_path: Path, change
 @pytest.mark.parametrize(("flags", "words"), [
     (["--kv-cache-bytes", "1000"], ["less than one request", "1,000"]),
     (["--model", "/nowhere/at/all"], ["/nowhere/at/all"]),
+    (["--dtype", "float16"], ["float16", "bfloat16 or float32"]),
 ])  # fmt: skip
 def test_a_refused_start_ends_with_one_line_and_2(folder: Path, flags: list[str], words: list[str]) -> None:
     ended = subprocess.run(command(folder, *flags), cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -268,4 +269,4 @@ def test_a_refused_start_ends_with_one_line_and_2(folder: Path, flags: list[str]
 def test_random_weights_need_no_weight_file(folder: Path, tmp_path: Path) -> None:
     target = broken(folder, tmp_path / "model", "no weights")
     loaded = load(Config(model=str(target), device="cpu", dummy_weights=True, kv_cache_bytes=4_000_000))
-    assert torch.equal(loaded.runner.decoder.embedding, Dummy(read_spec(LLAMA)).get("model.embed_tokens.weight"))
+    assert torch.equal(loaded.runner.decoder.embedding.weight, Dummy(read_spec(LLAMA)).get("model.embed_tokens.weight"))
