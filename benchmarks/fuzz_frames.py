@@ -75,7 +75,7 @@ def live_messages() -> list[tuple[Any, ...]]:
     return [
         GatewayHello(PROTOCOL, "fuzz", "m"),
         Submit(1, i32(range(5)), 5, 4, 0, b"", sampling, b"", bytes(16), b"", 0, "tenant", 0.0, 0.0, -1, "s", 0, 0, b"t"),
-        WorkerHello(PROTOCOL, "r", 0, 1, "m", 16, 65, 9, 64, 128, b""),
+        WorkerHello(PROTOCOL, "r", 0, 1, 0, "m", 16, 65, 9, 64, 128, b""),
         StepDone(1, i32([7]), b"", 0, b"", b"", b"", 0, b"", b"", 1000),
     ]
 

@@ -39,7 +39,7 @@ class Bench:
         self.prefix = [self.random.randrange(10, 30000) for _ in range(512)]
         self.core.on_gateway("g/a/1", GatewayHello(PROTOCOL, "a", "m"), self.now)
         pages = rows * (PROMPT_TOKENS + 4096) // PAGE_TOKENS
-        hello = WorkerHello(PROTOCOL, "r", 0, 1, "m", PAGE_TOKENS, pages, rows + 1, 8192, 32768, b"")
+        hello = WorkerHello(PROTOCOL, "r", 0, 1, 0, "m", PAGE_TOKENS, pages, rows + 1, 8192, 32768, b"")
         self.core.on_worker("w/r/0/1", hello, self.now)
         self.plans: list[StepPlan] = []
         for _ in range(rows):

@@ -70,7 +70,7 @@ class Replica:
 
     def hello(self) -> WorkerHello:
         pages = self._rows * 4096 // 16
-        return WorkerHello(PROTOCOL, f"r{self._number}", 0, 1, "m", 16, pages, self._rows + 1, 8192, 8192, b"")
+        return WorkerHello(PROTOCOL, f"r{self._number}", 0, 1, 0, "m", 16, pages, self._rows + 1, 8192, 8192, b"")
 
     def on_lost(self, reason: str, fatal: bool) -> None:
         print(f"replica {self._number} lost the scheduler: {reason}", file=sys.stderr)

@@ -12,6 +12,9 @@ from gpu_worker.memory import MemoryPlan, plan_memory
 from gpu_worker.model.linear import can_pack
 from gpu_worker.model.spec import read_spec
 from gpu_worker.model.weights import Dummy, Safetensors, load_decoder, tensor_shapes
+from gpu_worker.parallel.group import Group, Seat, join
+from gpu_worker.parallel.layers import parallelize
+from gpu_worker.parallel.shard import divide
 from gpu_worker.quant.config import read_quantization
 from gpu_worker.quant.loading import planned_bytes
 from gpu_worker.runner import Runner
@@ -28,30 +31,35 @@ class Loaded:
     runner: Runner
     memory: MemoryPlan
     fingerprint: str
+    group: Group | None = None  # of a rank among several
 
 
-def load(config: Config) -> Loaded:
-    """Blocking, for a thread of its own. ModelError or BadConfig, one line each, when this model cannot be served so."""
+def load(config: Config, seat: Seat | None = None) -> Loaded:
+    """Blocking, for a thread of its own. ModelError or BadConfig, one line each, when this model cannot be served so;
+    GroupError when the other ranks do not come."""
     device = _device(config)
     set_threads(config)
     folder = Path(model_store.resolve(config.model, config.cache_dir))
     model = model_folder.read_config(folder)
     spec, quant = read_spec(model), read_quantization(model, config.quantization)
-    if config.tensor_parallel_size != 1:
-        raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: not supported yet")
     dtype = _dtype(config, spec.dtype, device, quantized=quant is not None)
-    memory = plan_memory(config, spec, dtype, device, planned_bytes(quant, tensor_shapes(spec), dtype))
+    shard = divide(spec, seat.rank, seat.size) if seat else divide(spec, 0, 1)
+    group = join(seat, device, dtype, config.step_timeout_s) if seat else None
+    memory = plan_memory(config, shard.spec, dtype, device, planned_bytes(quant, tensor_shapes(shard.held), dtype))
     source = Dummy(spec) if config.dummy_weights else Safetensors(folder, spec, quant)
+    length = memory.max_model_len
     decoder = load_decoder(
-        spec, source, ops.load(device), dtype=dtype, device=device, max_model_len=memory.max_model_len, quant=quant
+        spec, source, ops.load(device), dtype=dtype, device=device, max_model_len=length, quant=quant, shard=shard
     )
+    if group is not None:
+        parallelize(decoder, shard, group)
     if device.type == "cpu":
         from gpu_worker import cpu  # only here: it imports numba, which no GPU needs
 
         cpu.prepare(dtype, config.cache_dir)
-    runner = Runner(decoder, memory, dtype, device)
+    runner = Runner(decoder, memory, dtype, device, in_step=group is not None)
     log.info("memory plan: %s", memory.text, extra={"device": str(device), "dtype": str(dtype).removeprefix("torch.")})
-    return Loaded(runner, memory, model_folder.fingerprint(folder))
+    return Loaded(runner, memory, model_folder.fingerprint(folder), group)
 
 
 def set_threads(config: Config) -> None:

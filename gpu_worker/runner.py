@@ -41,7 +41,10 @@ class Step:
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, memory: MemoryPlan, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, memory: MemoryPlan, dtype: torch.dtype, device: torch.device, *, in_step: bool = False
+    ) -> None:
+        """in_step: several ranks compute together, so nothing may be computed but what all compute."""
         spec = decoder.spec
         self.decoder = decoder
         self.device = device
@@ -59,7 +62,7 @@ class Runner:
         self._logits: Tensor | None = None  # [sequences, V] on a GPU: logits of a step's rows
         if device.type == "cuda":
             self._logits = torch.empty((memory.num_slots - 1, spec.vocab_size), dtype=dtype, device=device)
-            self.graphs = _ready_gpu(self, self._logits, memory.max_batched_tokens)
+            self.graphs = _ready_gpu(self, self._logits, memory.max_batched_tokens, all_graphs=in_step)
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -166,12 +169,14 @@ class Runner:
         )
 
 
-def _ready_gpu(runner: Runner, logits: Tensor, max_batched_tokens: int) -> "DecodeGraphs":
+def _ready_gpu(runner: Runner, logits: Tensor, max_batched_tokens: int, *, all_graphs: bool) -> "DecodeGraphs":
     from gpu_worker.graphs import DecodeGraphs
     from gpu_worker.warm_up import warm_up
 
     graphs = DecodeGraphs(runner.decoder, runner.slots, runner.cache, logits)
     warm_up(runner, graphs, max_batched_tokens)
+    while all_graphs and graphs.capture_next():
+        pass
     return graphs
 
 

@@ -17,6 +17,9 @@ from gpu_worker.gpu_load import gpu_utilization
 from gpu_worker.inventory import Inventory
 from gpu_worker.loading import Loaded, load
 from gpu_worker.memory import memory_in_use
+from gpu_worker.parallel.group import RESTART_EXIT, GroupError, Seat, leave
+from gpu_worker.parallel.lifeline import Lifeline
+from gpu_worker.parallel.turns import Turns
 from gpu_worker.steps import Steps
 from shared import keys
 from shared.codec import Codec
@@ -42,7 +45,6 @@ log = logging.getLogger("quire.worker")
 
 ALIVE_S = 1.0
 DRAINED_S = 1.0  # a draining worker that gets no plan for this long has nothing left to do
-RESTART_EXIT = 1  # the device is unusable; a new process may find it well
 
 
 class Metrics:
@@ -74,9 +76,13 @@ class Service:
         self.exit_code = 0
         self._loop = asyncio.get_running_loop()
         self._steps = Steps(loaded.runner, self, self._loop)
+        self._step_timeout_s = config.step_timeout_s
+        self._group = group = loaded.group
+        self._turns = Turns(group, self._steps.put) if group else None
+        self._lifeline = Lifeline(group, config.heartbeat_s, config.silence_s) if group else None
         self._link = Link(
             config.worker_link,
-            f"w/{self._replica}/0",
+            f"w/{self._replica}/{group.rank if group else 0}",
             Codec(SCHEDULER_TO_WORKER),
             self,
             heartbeat_s=config.heartbeat_s,
@@ -87,14 +93,23 @@ class Service:
     async def run(self) -> int:
         """Serve plans until drained or refused; the exit code."""
         self._steps.start()
+        if self._turns is not None and self._lifeline is not None:
+            self._turns.start()
+            self._lifeline.start()
         alive = asyncio.create_task(self._alive())
         link = asyncio.create_task(self._link.run())
         await self.ended.wait()
         alive.cancel()
         link.cancel()
         await asyncio.gather(alive, link, return_exceptions=True)
-        await asyncio.to_thread(self._steps.stop)
+        await asyncio.to_thread(self._stop_threads)
         return self.exit_code
+
+    def _stop_threads(self) -> None:
+        if self._turns is not None and self._lifeline is not None:
+            self._lifeline.stop()
+            self._turns.stop()
+        self._steps.stop()
 
     def drain(self, reason: str) -> None:
         """Tell the scheduler that this worker leaves, finish what it still sends, then end. Asked twice: end at once."""
@@ -114,8 +129,9 @@ class Service:
         return WorkerHello(
             protocol=PROTOCOL,
             replica=self._replica,
-            rank=0,
-            tp=1,
+            rank=self._group.rank if self._group else 0,
+            tp=self._group.size if self._group else 1,
+            group=self._group.number if self._group else 0,
             model=self._loaded.fingerprint,
             page_tokens=memory.page_tokens,
             num_pages=memory.num_pages,
@@ -132,10 +148,12 @@ class Service:
                 self._last_plan = self._loop.time()
                 self._in_flight += 1
                 self._inventory.on_plan(received)
-                self._steps.put(self._incarnation, received)
-                if received.opened:
+                (self._turns or self._steps).put(self._incarnation, received)
+                if received.opened and not (self._group and self._group.rank):
                     log.info("opened", extra={"step": received.step, "ids": received.opened.split()})
-            case WorkerWelcome(epoch=epoch, credits=credits):
+            case WorkerWelcome(epoch=epoch, credits=credits, turn=turn):
+                if self._turns is not None:
+                    self._turns.welcome(self._incarnation, f"{epoch}.{turn}")
                 log.info("welcome", extra={"replica": self._replica, "epoch": epoch, "credits": credits})
             case Drain(reason=reason):
                 self.drain(reason)
@@ -166,7 +184,11 @@ class Service:
         if self._link.send(done):
             self._inventory.on_done(done.step)
 
-    def on_fault(self, incarnation: int, step: int, text: str) -> None:
+    def on_fault(self, incarnation: int, step: int, text: str, *, refused: bool) -> None:
+        broken = self._group is not None and not refused  # the other ranks may be anywhere in this step
+        if broken:
+            self.exit_code = RESTART_EXIT
+            self.ended.set()
         if incarnation != self._incarnation:
             return
         log.error("step failed: %s", text, extra={"step": step})
@@ -174,11 +196,13 @@ class Service:
         self._link.send(Fault(step, text))
         self._link.close()  # it opens again, with a new nonce and a new hello
         self._new_incarnation()
-        if not self._loaded.runner.device_works():
+        if not broken and not self._loaded.runner.device_works():
             self.exit_code = RESTART_EXIT
             self.ended.set()
 
     def _new_incarnation(self) -> None:
+        if self._turns is not None:
+            self._turns.lost(self._incarnation)
         self._incarnation += 1
         self._in_flight = 0
         self._inventory.on_new_incarnation()
@@ -196,15 +220,19 @@ class Service:
             measured = await asyncio.to_thread(gpu_utilization, device)
             utilization = utilization if measured is None else measured
             self.metrics.utilization.set(utilization)
+            if self._lifeline is not None:
+                self._lifeline.check()
+            if self._group and self._steps.stuck_s > 1.5 * self._step_timeout_s:  # its collective waits in vain
+                leave(f"a step has made no progress for {self._steps.stuck_s:.0f} s")
             self._link.send(WorkerAlive(self._last_step, used, total, utilization))
             if self._draining and not self._in_flight and self._loop.time() - self._last_plan >= DRAINED_S:
                 self.ended.set()
 
 
-def main(config: Config) -> int:
-    """Load the model and serve plans; the process's exit code."""
+def main(config: Config, seat: Seat | None = None) -> int:
+    """Load the model and serve plans; the process's exit code. seat: of a rank among several."""
     setup_logging(config)
-    return asyncio.run(_serve(config))
+    return asyncio.run(_serve(config, seat))
 
 
 def _refuse(why: str) -> int:
@@ -213,7 +241,7 @@ def _refuse(why: str) -> int:
     return FATAL_EXIT
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, seat: Seat | None) -> int:
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -221,7 +249,7 @@ async def _serve(config: Config) -> int:
     # A thread that ends: as long as it lived, so would its OpenMP team, and libgomp lets nobody spin while there are more
     # threads than cores. Every product of every step would begin and end with a sleep.
     loader = ThreadPoolExecutor(1, "load")
-    loading = loop.run_in_executor(loader, load, config)
+    loading = loop.run_in_executor(loader, load, config, seat)
     stopping = asyncio.create_task(stopped.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stopped.is_set():  # also when loading has just ended: nobody would see the signal again
@@ -233,6 +261,9 @@ async def _serve(config: Config) -> int:
         serve_metrics(service.metrics.registry, config.metrics_port, config.metrics_host)
     except (ModelError, BadConfig) as error:
         return _refuse(str(error))
+    except GroupError as error:
+        print(f"gpu_worker: {error}", file=sys.stderr)
+        return RESTART_EXIT
     except torch.OutOfMemoryError as error:
         return _refuse(f"the device's memory does not hold the model: {error}")
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,6 +11,7 @@ import time
 import traceback
 from typing import NamedTuple, Protocol
 
+from gpu_worker.prepare import BadPlan
 from gpu_worker.runner import Runner, Step
 from shared.messages import StepDone, StepPlan
 
@@ -23,7 +24,8 @@ class StepHandler(Protocol):
 
     def on_done(self, incarnation: int, done: StepDone) -> None: ...
 
-    def on_fault(self, incarnation: int, step: int, text: str) -> None: ...
+    def on_fault(self, incarnation: int, step: int, text: str, *, refused: bool) -> None:
+        """refused: the plan contradicts the slots, and nothing was computed."""
 
 
 class _Plan(NamedTuple):
@@ -47,8 +49,16 @@ class Steps:
             threading.Thread(target=self._launch_all, name="launch", daemon=True),
             threading.Thread(target=self._complete_all, name="completion", daemon=True),
         ]
+        self._lock = threading.Lock()
         self._failed = 0  # incarnation that had a fault: the rest of it is skipped
         self.busy_s = 0.0  # seconds spent on steps so far
+        self._outstanding = 0  # steps that are being launched or computed
+        self._progress_at = 0.0  # when the last of them began or ended
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds without progress while there is a step to compute."""
+        return time.monotonic() - self._progress_at if self._outstanding else 0.0
 
     def start(self) -> None:
         for thread in self._threads:
@@ -72,10 +82,11 @@ class Steps:
                 current = item.incarnation
                 self._runner.reset()
             started = time.perf_counter()
+            self._count(1)
             try:
                 step = self._runner.launch(item.plan)
-            except Exception:  # whatever a plan or a device can raise: the scheduler hears of it and the worker goes on
-                self._fail(item.incarnation, item.plan.step)
+            except Exception as error:  # whatever a plan or a device can raise: the scheduler hears of it, the worker goes on
+                self._fail(item.incarnation, item.plan.step, error)
             else:
                 self._launched.put(_Launched(current, step))
             self.busy_s += time.perf_counter() - started
@@ -94,12 +105,20 @@ class Steps:
         while (item := self._launched.get()) is not None:
             try:
                 done = self._runner.collect(item.step)
-            except Exception:
-                self._fail(item.incarnation, item.step.number)
+            except Exception as error:
+                self._fail(item.incarnation, item.step.number, error)
             else:
+                self._count(-1)
                 self._loop.call_soon_threadsafe(self._handler.on_done, item.incarnation, done)
 
-    def _fail(self, incarnation: int, step: int) -> None:
+    def _fail(self, incarnation: int, step: int, error: Exception) -> None:
         self._failed = incarnation
+        self._count(-1)
         text = traceback.format_exc()[-FAULT_TEXT_CHARS:]
-        self._loop.call_soon_threadsafe(self._handler.on_fault, incarnation, step, text)
+        refused = isinstance(error, BadPlan)
+        self._loop.call_soon_threadsafe(lambda: self._handler.on_fault(incarnation, step, text, refused=refused))
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._outstanding += change
+            self._progress_at = time.monotonic()

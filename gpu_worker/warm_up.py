@@ -83,6 +83,6 @@ def _products(runner: Runner, max_batched_tokens: int) -> None:
     layer = runner.decoder.layers[0]
     spec = runner.decoder.spec
     for rows in (each for each in PRODUCT_ROWS if each <= max_batched_tokens):
-        x = torch.zeros((rows, spec.hidden_size), dtype=runner.decoder.embedding.dtype, device=runner.device)
+        x = torch.zeros((rows, spec.hidden_size), dtype=runner.decoder.embedding.weight.dtype, device=runner.device)
         layer.o(layer.qkv(x)[:, : spec.num_heads * spec.head_dim].contiguous())
         layer.down(runner.decoder.ops.silu_mul(layer.gate_up(x)))

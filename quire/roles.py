@@ -8,14 +8,12 @@ from pathlib import Path
 from quire import machine
 from quire.supervisor import Role
 from shared import config as settings
-from shared import model_folder, model_store
+from shared import gpus, model_folder, model_store
 from shared.config import BadConfig, Config
 
 
 def prepare(config: Config) -> tuple[Config, Path]:
     """The settings every role gets: a folder for the model, its name, real ports. BadConfig or ModelError says what fails."""
-    if config.tensor_parallel_size > 1:
-        raise BadConfig(f"tensor_parallel_size = {config.tensor_parallel_size}: only 1 is built so far")
     folder = model_store.resolve(config.model, config.cache_dir).resolve()
     model_folder.check(folder, weights=not config.dummy_weights)
     port, gateways, workers = machine.free_ports(3)
@@ -36,6 +34,17 @@ def _own(link: str, default: str, port: int) -> str:
     return f"tcp://127.0.0.1:{port}" if link == default else link
 
 
+def _replicas(config: Config) -> list[list[str]]:
+    """The GPUs of each copy of the model, as many copies as there is room for; one copy without any on a CPU."""
+    found = [] if config.device == "cpu" else gpus.gpu_ids()
+    size = config.tensor_parallel_size
+    if not found and config.device == "cuda":
+        raise BadConfig("device = 'cuda': this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
+    if 0 < len(found) < size:
+        raise BadConfig(f"tensor_parallel_size = {size}: this machine shows {len(found)} GPUs, each rank needs one")
+    return [found[first : first + size] for first in range(0, len(found) - size + 1, size)] or [[]]
+
+
 def make_roles(config: Config, *, gateway: bool) -> list[Role]:
     """The processes of this machine. They read only their flags: the environment of this process is already in config."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
@@ -48,9 +57,8 @@ def make_roles(config: Config, *, gateway: bool) -> list[Role]:
         own = dataclasses.replace(config, name="-".join(filter(None, (config.name, name))), metrics_port=metrics_port)
         return Role(name, [sys.executable, "-m", module, *settings.to_flags(own)], environment | more)
 
-    gpus = [] if config.device == "cpu" else machine.gpu_ids()
-    if not gpus and config.device == "cuda":
-        raise BadConfig("device = 'cuda': this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
-    workers = [role("gpu_worker", f"gpu_worker-{gpu}", 1 + place, CUDA_VISIBLE_DEVICES=gpu) for place, gpu in enumerate(gpus)]
-    workers = workers or [role("gpu_worker", "gpu_worker", 1, CUDA_VISIBLE_DEVICES="")]
+    workers = [
+        role("gpu_worker", "-".join(("gpu_worker", *devices)), 1 + place, CUDA_VISIBLE_DEVICES=",".join(devices))
+        for place, devices in enumerate(_replicas(config))
+    ]
     return [role("scheduler", "scheduler"), *workers, *([role("gateway", "gateway")] if gateway else [])]

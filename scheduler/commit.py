@@ -17,6 +17,22 @@ class BadResult(ValueError):
     """A StepDone that does not belong to the oldest plan or has columns of other lengths."""
 
 
+def hear(replica: Replica, peer: str, done: StepDone) -> StepDone | None:
+    """The result of a step, once the slowest rank has it. Every rank samples the same tokens, or something is broken."""
+    if len(replica.peers) == 1:
+        return done
+    replica.heard[peer].append(done)
+    if len(replica.heard[peer]) > len(replica.in_flight):
+        raise BadResult(f"{peer} has {len(replica.heard[peer])} results of {len(replica.in_flight)} plans in flight")
+    if not all(replica.heard.values()):
+        return None
+    first, *others = [replica.heard[rank].popleft() for rank in replica.peers]
+    for rank, other in enumerate(others, start=1):
+        if (other.step, other.tokens) != (first.step, first.tokens):
+            raise BadResult(f"rank {rank} has other tokens of step {other.step} than rank 0 of step {first.step}")
+    return first
+
+
 def check(done: StepDone, flight: Flight) -> None:
     sampled, scored = len(flight.sequences), sum(score.num_tokens for score in flight.scores)
     lengths = {

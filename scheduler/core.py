@@ -10,7 +10,7 @@ from typing import assert_never
 from scheduler import audit, workers
 from scheduler.admission import admit, predicted_wait_s, too_long
 from scheduler.cell import Cell
-from scheduler.commit import BadResult, Out, commit, flush
+from scheduler.commit import BadResult, Out, commit, flush, hear
 from scheduler.outbox import Outbox
 from scheduler.planner import plan_round
 from scheduler.sequence import Sequence
@@ -167,17 +167,17 @@ class Core:
             return self.workers.on_stranger(peer)
         match message:
             case StepDone():
-                if peer != replica.peers[0]:  # every rank computes the same; rank 0 speaks
-                    return []
                 try:
+                    done = hear(replica, peer, message)
+                    if done is None:
+                        return []
                     if not replica.in_flight:
-                        raise BadResult(f"StepDone of step {message.step}, but no plan is in flight")
-                    return commit(self.cell, replica, message, now)
+                        raise BadResult(f"StepDone of step {done.step}, but no plan is in flight")
+                    return commit(self.cell, replica, done, now)
                 except BadResult as error:
                     return self.workers.drop(replica, str(error)) + self._recheck_waiting()
             case WorkerAlive():
-                replica.memory_used_bytes = message.memory_used_bytes
-                replica.memory_total_bytes = message.memory_total_bytes
+                replica.memory_bytes[peer] = (message.memory_used_bytes, message.memory_total_bytes)
                 return []
             case Fault():
                 text = f"step {message.step} failed: {message.text}"

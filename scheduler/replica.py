@@ -10,7 +10,7 @@ from scheduler.groups import arrange, group_page
 from scheduler.page_pool import PagePool
 from scheduler.prefix_index import PrefixIndex
 from scheduler.sequence import Sequence
-from shared.messages import WorkerHello
+from shared.messages import StepDone, WorkerHello
 
 
 class DecodeRows(NamedTuple):
@@ -62,11 +62,11 @@ class Replica:
         "draining",
         "guaranteed_pages",
         "hash_key",
+        "heard",
         "in_flight",
         "max_batched_tokens",
         "max_model_len",
-        "memory_total_bytes",
-        "memory_used_bytes",
+        "memory_bytes",
         "model",
         "name",
         "num_slots",
@@ -109,12 +109,21 @@ class Replica:
         self.worst_pages = 0  # sum over running of the most they may ever hold
         self.guaranteed_pages = 0  # still set aside for guaranteed sequences
         self.chunk_budget = ChunkBudget(self.max_batched_tokens)
-        self.memory_used_bytes = 0
-        self.memory_total_bytes = 0
+        self.memory_bytes = dict.fromkeys(peers, (0, 0))  # (used, in all) of each rank's device
+        # Results by rank, of steps that a slower rank has not answered; a single rank's are never kept.
+        self.heard: dict[str, deque[StepDone]] = {peer: deque() for peer in peers}
 
     @property
     def pool_tokens(self) -> int:
         return self.pool.usable * self.page_tokens
+
+    @property
+    def memory_used_bytes(self) -> int:
+        return sum(used for used, _ in self.memory_bytes.values())
+
+    @property
+    def memory_total_bytes(self) -> int:
+        return sum(total for _, total in self.memory_bytes.values())
 
     @property
     def limit(self) -> int:

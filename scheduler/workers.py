@@ -34,6 +34,7 @@ class Workers:
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
         self._hellos: dict[str, WorkerHello] = {}  # by peer: everybody who said hello and was not told to go
+        self._turn = 0  # replicas that have begun
         self._faulted: set[str] = set()  # reported a fault and will say hello again
         # What was certain about a replica's pages when it was dropped: bounds the inventory it may come back with.
         self._certain: dict[str, dict[int, bytes]] = {}
@@ -55,8 +56,9 @@ class Workers:
     def on_hello(self, peer: str, hello: WorkerHello, now: float) -> list[Out]:
         self._faulted.discard(peer)
         out: list[Out] = []
-        for other, known in list(self._hellos.items()):  # an earlier incarnation of the same rank
-            if (known.replica, known.rank) == (hello.replica, hello.rank):
+        for other, known in list(self._hellos.items()):  # an earlier incarnation of this rank, or ranks of an earlier group
+            same_place = known.replica == hello.replica and (known.rank == hello.rank or known.group != hello.group)
+            if same_place and other in self._hellos:
                 replica = self.replica_of(other)
                 if replica is not None:
                     out += self.drop(replica, f"rank {hello.rank} said hello again", gone=other)
@@ -122,7 +124,8 @@ class Workers:
         cell.learn_limits()
         pages, cached = replica.pool.usable, len(replica.pool.cached)
         log.info("replica ready", extra={"replica": name, "pages": pages, "cached": cached, "slots": replica.num_slots})
-        return [(peer, WorkerWelcome(cell.epoch, cell.credits)) for peer in peers]
+        self._turn += 1
+        return [(peer, WorkerWelcome(cell.epoch, cell.credits, self._turn)) for peer in peers]
 
     def on_gone(self, peer: str, reason: str) -> list[Out]:
         self._faulted.discard(peer)
@@ -140,7 +143,8 @@ class Workers:
         cell.counters.failovers += 1
         self._certain[replica.name] = replica.acknowledged()
         self._forget_certain()
-        failing = [flight for flight in replica.in_flight if flight.step == step] or list(replica.in_flight)[: None if gone else 1]
+        suspects = list(replica.in_flight)[: None if gone else 1]
+        failing = [flight for flight in replica.in_flight if flight.step == step] or suspects
         struck = list(dict.fromkeys(seq for flight in failing for seq in flight.live))
         was_alone = replica.alone is not None
         log.warning(

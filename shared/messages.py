@@ -199,6 +199,7 @@ class WorkerHello(NamedTuple):
     replica: str  # name of the copy of the model this worker belongs to
     rank: int  # 0 .. tp - 1
     tp: int
+    group: int  # the ranks that can compute together have the same number; 0: tp is 1
     model: str  # fingerprint: model folder, dtype, quantization
     page_tokens: int
     num_pages: int  # page 0 included: num_pages - 1 are usable
@@ -244,6 +245,7 @@ class Fault(NamedTuple):
 class WorkerWelcome(NamedTuple):
     epoch: int
     credits: int  # plans that may be in flight
+    turn: int  # with the epoch a number of its own: the same for all ranks of the replica that begins here
 
 
 class StepPlan(NamedTuple):

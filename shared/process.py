@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive their parent, and locks between processes."""
+"""Child processes that cannot outlive their parent, threads that wait without spinning, locks between processes."""
 
 import ctypes
 import fcntl
@@ -24,6 +24,12 @@ def dies_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return in_child
+
+
+def wait_quietly() -> None:
+    """Read by the OpenMP runtime when torch loads it. Threads that wait by spinning steal the cores they wait for as soon
+    as other processes run beside them."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 @contextmanager

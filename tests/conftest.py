@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from quire import machine
-from shared import model_store
+from shared import gpus, model_store
 from shared.config import Config
 
-if not machine.gpu_ids():  # before any test module defines a kernel
+if not gpus.gpu_ids():  # before any test module defines a kernel
     os.environ["TRITON_INTERPRET"] = "1"
 # Before torch is imported, here and in the workers that tests start: test processes share the cores, and OpenMP threads that
 # wait for each other by spinning would make every step many times slower.

@@ -17,7 +17,7 @@ GREEDY = Sampling(temperature=0.0)
 def make_plan(step: int = 1, **fields: Any) -> StepPlan:
     """A plan that does nothing but what fields say."""
     ints = dict.fromkeys(("num_chunk", "num_last", "num_decode"), 0)
-    columns = {name: b"" for name in StepPlan._fields if name not in ints}
+    columns = {name: b"" for name in StepPlan._fields if name not in ints and name not in StepPlan._field_defaults}
     values: dict[str, Any] = {**columns, **ints, "step": step, "score_width": 0, **fields}
     return StepPlan(**values)
 

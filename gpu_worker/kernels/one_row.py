@@ -37,7 +37,7 @@ def known(matrix: Matmul) -> bool:
 def logits(decoder: Decoder, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
     """[1, V] of a batch of one decode row; its key and value are in the cache afterwards."""
     ops, eps, scale = decoder.ops, decoder.spec.norm_eps, decoder.spec.head_dim**-0.5
-    x = embed(batch.input_ids, decoder.embedding)
+    x = embed(batch.input_ids, decoder.embedding.weight)
     for layer, (k_cache, v_cache) in zip(decoder.layers, cache, strict=True):
         qkv = product(layer.qkv, x, gain=layer.input_norm, eps=eps)
         q, k, v = ops.rope_and_store(qkv, batch, decoder.cos_sin, k_cache, v_cache, layer.q_norm, layer.k_norm, eps)

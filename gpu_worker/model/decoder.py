@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.batch import Batch
+from gpu_worker.model.embedding import Embedding
 from gpu_worker.model.linear import Matmul, multiply_into
 from gpu_worker.model.spec import ModelSpec
 from gpu_worker.ops import Ops
@@ -29,7 +29,7 @@ class Layer:
 class Decoder:
     spec: ModelSpec
     ops: Ops
-    embedding: Tensor  # [V, H]
+    embedding: Embedding
     layers: list[Layer]
     final_norm: Tensor  # [H]
     head: Matmul  # [V, H]
@@ -38,7 +38,7 @@ class Decoder:
     def hidden(self, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Normed hidden states [T, H] of the batch; its keys and values are in the cache afterwards."""
         ops, eps, scale = self.ops, self.spec.norm_eps, self.spec.head_dim**-0.5
-        residual = F.embedding(batch.input_ids, self.embedding)
+        residual = self.embedding(batch.input_ids)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for layer, (k_cache, v_cache), next_norm in zip(self.layers, cache, self._next_norms(), strict=True):
             q, k, v = ops.rope_and_store(layer.qkv(x), batch, self.cos_sin, k_cache, v_cache, layer.q_norm, layer.k_norm, eps)

@@ -14,10 +14,12 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from gpu_worker.model.decoder import Decoder, Layer
+from gpu_worker.model.embedding import Embedding
 from gpu_worker.model.linear import Linear, Matmul, for_device
 from gpu_worker.model.rope import cos_sin_table
 from gpu_worker.model.spec import ModelSpec
 from gpu_worker.ops import Ops
+from gpu_worker.parallel.shard import Shard
 from gpu_worker.quant.loading import QuantLoader, plain_shapes
 from gpu_worker.quant.scheme import QuantSpec
 from shared import model_folder
@@ -139,19 +141,25 @@ def load_decoder(
     device: torch.device,
     max_model_len: int,
     quant: QuantSpec | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
-    """Read, fuse, convert and place all weights; a bar on a terminal, a line per quarter elsewhere."""
-    to = _Placing(source, dtype, device, quant)
-    layer_bytes = sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if ".layers.0." in name) * dtype.itemsize
+    """Read, cut, fuse, convert and place all weights; a bar on a terminal, a line per quarter elsewhere.
+
+    spec: of the whole model. shard: the part of it that this rank has; None: all.
+    """
+    shard = shard or Shard(spec, 0, 1)
+    to = _Placing(source, dtype, device, quant, shard)
+    first_layer = [shape for name, shape in tensor_shapes(shard.held).items() if ".layers.0." in name]
+    layer_bytes = sum(map(math.prod, first_layer)) * dtype.itemsize
     with ThreadPoolExecutor(READERS) as readers:
         layers = list(
             _progress(readers.map(lambda number: _layer(to, spec, number), range(spec.num_layers)), spec, layer_bytes)
         )
     embedding = to.kept("model.embed_tokens.weight")
     return Decoder(
-        spec=spec,
+        spec=shard.spec,
         ops=ops,
-        embedding=embedding,
+        embedding=Embedding(embedding),
         layers=layers,
         final_norm=to.kept("model.norm.weight"),
         head=for_device(Linear(embedding)) if spec.tied_head else to.linear("", "lm_head", bias=False),
@@ -162,16 +170,18 @@ def load_decoder(
 class _Placing:
     """Tensors of a source, fused, converted and placed."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, quant: QuantSpec | None) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, quant: QuantSpec | None, shard: Shard) -> None:
         self._source = source
+        self._shard = shard
         shapes = source.random_shapes
-        self._quant = QuantLoader(quant, source.get, source.names, device, dtype, shapes) if quant else None
+        cut = shard.cut_quantized
+        self._quant = QuantLoader(quant, source.get, source.names, device, dtype, cut, shapes) if quant else None
         self._dtype = dtype
         self._device = device
 
     def tensor(self, *names: str) -> Tensor:
         """The named tensors, one under the other."""
-        parts = [self._source.get(name) for name in names]
+        parts = [self._shard.cut(name, self._source.get(name)) for name in names]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return whole.to(device=self._device, dtype=self._dtype)
 

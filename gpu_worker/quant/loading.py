@@ -30,6 +30,7 @@ class QuantLoader:
     names: frozenset[str]
     device: torch.device
     dtype: torch.dtype
+    cut: Callable[[str, Weight], Weight]  # a layer's name and weight -> the part that is wanted
     random_shapes: Mapping[str, Shape] | None = None  # of the plain weights, when there is no checkpoint: random values
 
     def linear(self, layers: Iterable[str], bias: Tensor | None) -> Matmul | None:
@@ -41,7 +42,8 @@ class QuantLoader:
         if not all(schemes):
             raise ModelError(f"of {', '.join(layers)}, which make one matrix, only some are quantized")
         with self.device:  # where new tensors appear: a GPU unpacks and packs much faster than the host
-            parts = [self._weight(layer, scheme) for layer, scheme in zip(layers, schemes, strict=True) if scheme]
+            weights = {layer: self._weight(layer, scheme) for layer, scheme in zip(layers, schemes, strict=True) if scheme}
+            parts = [self.cut(layer, weight) for layer, weight in weights.items()]
             return quantized_linear(parts, bias, self.device, self.dtype)
 
     def _weight(self, layer: str, scheme: Scheme) -> Weight:

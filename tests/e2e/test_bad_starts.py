@@ -122,9 +122,10 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this machine shows no GPU" in line
 
 
-def test_what_is_not_built_yet() -> None:
-    (line,) = refused("--tensor-parallel-size=2")
-    assert line == "quire: error: tensor_parallel_size = 2: only 1 is built so far"
+def test_a_model_that_cannot_be_divided() -> None:
+    lines = refused("--tensor-parallel-size=2", "--device=cpu")
+    words = "tensor_parallel_size = 2: the model's 9 attention heads cannot be divided by 2"
+    assert lines[-1] == f"quire: error: gpu_worker: {words}"
 
 
 def test_a_link_port_in_use() -> None:

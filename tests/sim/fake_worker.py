@@ -79,6 +79,7 @@ class FakeWorker:
             self.replica,
             0,
             1,
+            0,
             model,
             self.page_tokens,
             self.num_pages,

@@ -173,7 +173,7 @@ class World:
             case Reset():
                 require(not message.fatal, message.reason)
                 self._lose_link(peer)
-            case WorkerWelcome(_, credits):
+            case WorkerWelcome(credits=credits):
                 require(credits == self.shape.credits, f"{credits = }")
 
     def _lose_link(self, peer: str) -> None:

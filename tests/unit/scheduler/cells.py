@@ -96,6 +96,7 @@ class SmallCell:
             "replica": name,
             "rank": 0,
             "tp": 1,
+            "group": 0,
             "model": "m",
             "page_tokens": self.page_tokens,
             "num_pages": 65,

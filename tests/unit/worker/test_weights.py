@@ -65,7 +65,7 @@ def test_fused_matrices_hold_their_parts_in_order(tmp_path: Path, shards: int, t
     assert torch.allclose(layer.gate_up(x), expected(["mlp.gate_proj", "mlp.up_proj"]), atol=1e-4)
     head = state["model.embed_tokens.weight" if tied else "lm_head.weight"].float()
     assert torch.allclose(decoder.logits(x), x @ head.T, atol=1e-4)
-    assert torch.equal(decoder.embedding, state["model.embed_tokens.weight"].float())
+    assert torch.equal(decoder.embedding.weight, state["model.embed_tokens.weight"].float())
     assert torch.equal(layer.post_norm, state[prefix + "post_attention_layernorm.weight"].float())
 
 
