@@ -3,6 +3,7 @@
 Spans leave from a thread of the library's own. When the collector is away they wait in a bounded queue, then are dropped.
 """
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -75,4 +76,5 @@ def open_tracer(config: Config, role: str) -> Tracer | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         raise BadConfig(f"otlp_endpoint = {config.otlp_endpoint!r}: {MISSING}") from None
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # a line per lost batch, none per attempt
     return Tracer(role, OTLPSpanExporter(f"{config.otlp_endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_S), config.trace_share)
