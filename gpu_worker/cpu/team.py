@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -23,14 +23,16 @@ WORTH_A_TEAM = 50_000  # elements touched; below it waking another thread takes 
 # void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags): what GCC calls for
 # "#pragma omp parallel"; libgomp and LLVM's libomp both have it.
 _PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-_ALONE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)  # keeps the interpreter's lock: the work is shorter than handing it over
+_ALONE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_SHORT = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)  # keeps the interpreter's lock: the work is shorter than handing it over
 
 
 def _openmp() -> Any:
     """GOMP_parallel of the OpenMP runtime that torch has loaded; None where it has another one."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line} if maps.exists() else set()
-    for path in sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))):
+    runtimes = [path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
+    for path in sorted(runtimes, key=lambda path: "torch" not in path):
         function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if function is not None:
             return _PARALLEL(ctypes.cast(function, ctypes.c_void_p).value or 0)
@@ -51,27 +53,34 @@ class Kernel:
         self._signature = numba.types.void(numba.types.CPointer(numba.from_dtype(fields)))
         self._pack = struct.Struct(f"={len(names)}q{len(floats.split())}d").pack
         self._functions = {torch.float32: float32, torch.bfloat16: bfloat16}
-        self._compiled: dict[torch.dtype, tuple[Any, int, Any]] = {}  # keeps the code alive
+        self._compiled: dict[torch.dtype, _Code] = {}
         _kernels.append(self)
 
-    def compiled(self, dtype: torch.dtype) -> tuple[Any, int, Any]:
-        """(code, its address, it as a function for one thread)."""
+    def compiled(self, dtype: torch.dtype) -> "_Code":
         if dtype not in self._compiled:
             if not numba.config.CACHE_DIR:
                 keep_compiled(Config().cache_dir)
             code = numba.cfunc(self._signature, cache=bool(numba.config.CACHE_DIR), error_model="numpy")(self._functions[dtype])
-            self._compiled[dtype] = code, code.address, _ALONE(code.address)
+            self._compiled[dtype] = _Code(code, code.address, _ALONE(code.address), _SHORT(code.address))
         return self._compiled[dtype]
 
     def __call__(self, dtype: torch.dtype, num_tasks: int, num_elements: int, *arguments: float) -> None:
         """num_elements: what all tasks touch together."""
         block = ctypes.create_string_buffer(self._pack(0, 0, num_tasks, *arguments))
-        _, address, alone = self.compiled(dtype)
-        threads = min(torch.get_num_threads(), num_tasks) if num_elements >= WORTH_A_TEAM and _run_team else 1
-        if threads > 1:
-            _run_team(address, ctypes.addressof(block), threads, 0)
+        code = self.compiled(dtype)
+        if num_elements < WORTH_A_TEAM:
+            code.short(ctypes.addressof(block))
+        elif (threads := min(torch.get_num_threads(), num_tasks)) > 1 and _run_team:
+            _run_team(code.address, ctypes.addressof(block), threads, 0)
         else:
-            alone(ctypes.addressof(block))
+            code.alone(ctypes.addressof(block))
+
+
+class _Code(NamedTuple):
+    owner: Any  # keeps it in memory
+    address: int
+    alone: Any  # as a function for one thread
+    short: Any
 
 
 def compile_all(dtype: torch.dtype) -> None:
