@@ -3,7 +3,7 @@
 import dataclasses
 
 from gateway.limits import Limits
-from gateway.schema import CHAT, COMPLETION, table
+from gateway.schema import CHAT, COMPLETION, RESPONSES, table
 
 RULES = """\
 # The HTTP API
@@ -12,14 +12,14 @@ Printed by `python -m gateway.api_doc`; do not edit. A field is *implemented*, a
 or *refused*: then 400 names it, unless its value asks for nothing. Fields that are not listed are refused. `null` is absence.
 
 ## Routes
-`POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/streams/{id}` (below), `GET /v1/models`, `GET /v1/models/{id}`,
-`POST /tokenize`, `POST /detokenize`, `GET /health` (this process lives), `GET /ready` (requests can be computed; 503 with the
-reason if not), `GET /metrics` (Prometheus), `GET /version`, `GET /openapi.json`, `GET /docs`. `POST /v1/embeddings` is refused:
-400.
+`POST /v1/chat/completions`, `POST /v1/completions`, `POST /v1/responses` (text; nothing is stored), `GET /v1/streams/{id}`
+(below), `GET /v1/models`, `GET /v1/models/{id}`, `POST /tokenize`, `POST /detokenize`, `GET /health` (this process lives),
+`GET /ready` (requests can be computed; 503 with the reason if not), `GET /metrics` (Prometheus), `GET /version`,
+`GET /openapi.json`, `GET /docs`. `POST /v1/embeddings` is refused: 400.
 
 ## Rules
 - **Errors** are `{"error": {"message", "type", "param", "code"}}` on every route. What is wrong with a request is answered
-  before a stream begins; a stream that fails later ends with an error event and no `[DONE]`.
+  before a stream begins; a stream that fails later ends with an error event and no `[DONE]` (responses: `response.failed`).
 - **Length.** prompt + max_tokens beyond the model's length is 400 with the numbers; a cap is never lowered in silence. Without
   a cap the answer gets what is left. A prompt is cut only where truncate_prompt_tokens asks for it, at its beginning.
 - **Stop strings** are found in the text wherever tokens begin and end. The first to end wins, the longest of those that end
@@ -83,7 +83,8 @@ def document() -> str:
         "The body's size is `max_body_bytes` of the configuration (413).",
         "",
     ]
-    parts += ["## Fields of /v1/chat/completions", table(CHAT), "", "## Fields of /v1/completions", table(COMPLETION)]
+    parts += ["## Fields of /v1/chat/completions", table(CHAT), "", "## Fields of /v1/completions", table(COMPLETION), ""]
+    parts += ["## Fields of /v1/responses", table(RESPONSES)]
     return "\n".join(parts) + "\n"
 
 

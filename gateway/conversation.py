@@ -1,6 +1,7 @@
 """Chat messages: checked, and brought to the one shape that chat templates expect (text content, tool arguments as objects)."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.errors import BadRequest
@@ -54,23 +55,28 @@ def _message(value: Any, path: str, limits: Limits) -> dict[str, Any]:
 
 
 def _content(value: Any, path: str, limits: Limits, *, may_be_null: bool) -> str:
-    if type(value) is str:
-        return value
     if value is None and may_be_null:
         return ""
+    return texts_of(value, path, limits, {"text": "text"}, ("type",))
+
+
+def texts_of(value: Any, path: str, limits: Limits, kinds: Mapping[str, str], others: tuple[str, ...]) -> str:
+    """The text of a content. kinds: types of parts, and the field of each that holds its text; others: further fields."""
+    if type(value) is str:
+        return value
     if type(value) is not list:
         raise wrong_type(path, "a string or an array of text parts", value)
     texts = []
     for at, part in enumerate(sized(value, path, limits.max_parts, "parts")):
         where = f"{path}[{at}]"
         kind = expect(dict, part, where).get("type")
-        if kind != "text":
-            text = f"{where}.type: content of type {shown(kind)} is not supported, only text"
+        if type(kind) is not str or kind not in kinds:
+            text = f"{where}.type: content of type {shown(kind)} is not supported, only {' and '.join(kinds)}"
             raise BadRequest(text, f"{where}.type", "unsupported_parameter")
         for name in part:
-            if name not in ("type", "text"):
+            if name != kinds[kind] and name not in others:
                 raise BadRequest(f"Unrecognized field {where}.{name}", f"{where}.{name}", "unknown_parameter")
-        texts.append(expect(str, part.get("text"), f"{where}.text"))
+        texts.append(expect(str, part.get(kinds[kind]), f"{where}.{kinds[kind]}"))
     return "\n".join(texts)
 
 

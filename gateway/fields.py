@@ -94,6 +94,11 @@ def short_string(value: Any, path: str, limits: Limits) -> str:
     return value
 
 
+def text(value: Any, path: str, limits: Limits) -> str:
+    checked: str = expect(str, value, path)
+    return checked
+
+
 def one_of(*values: object) -> Check:
     """Exactly one of the given values (of the same type: true is not 1)."""
 
@@ -201,6 +206,26 @@ def stream_options(value: Any, path: str, limits: Limits) -> dict[str, bool]:
     return {name: bool(flag) for name, flag in value.items()}
 
 
+def plain_stream_options(value: Any, path: str, limits: Limits) -> dict[str, bool]:
+    for name in expect(dict, value, path):
+        if name != "include_obfuscation":
+            raise BadRequest(f"Unrecognized field {path}.{name}", f"{path}.{name}", "unknown_parameter")
+    return stream_options(value, path, limits)
+
+
+def text_options(value: Any, path: str, limits: Limits) -> dict[str, Any]:
+    """{"format": {"type": "text"}}, and a verbosity that is the usual one."""
+    usual = {"format": (None, {"type": "text"}), "verbosity": (None, "medium")}
+    for name, option in expect(dict, value, path).items():
+        where = f"{path}.{name}"
+        if name not in usual:
+            raise BadRequest(f"Unrecognized field {where}", where, "unknown_parameter")
+        if option not in usual[name]:
+            got = shown(option.get("type")) if type(option) is dict else shown(option)
+            raise BadRequest(f"{where}: only {usual[name][1]} is supported, got {got}", where, "unsupported_parameter")
+    return {"format": {"type": "text"}}
+
+
 def prompt(value: Any, path: str, limits: Limits) -> list[str | list[int]]:
     """Text, list of texts, token ids or list of token-id lists; none of them empty."""
     if type(value) is str:
@@ -243,5 +268,8 @@ _shaped(bad_words, type="array", items={"type": "string", "minLength": 1})
 _shaped(logit_bias, type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100})
 _shaped(allowed_ids, type="array", items=_IDS, minItems=1)
 _shaped(stop_ids, type="array", items=_IDS)
+_shaped(text, type="string")
 _shaped(stream_options, type="object")
+_shaped(plain_stream_options, type="object")
+_shaped(text_options, type="object")
 _shaped(prompt, type=["string", "array"])

@@ -18,7 +18,9 @@ from gateway.errors import ApiError, BadRequest
 from gateway.limits import Limits
 from gateway.replies import Reply, dump
 from gateway.request import ValidRequest
-from gateway.session import Prepared, Session
+from gateway.response_reply import ResponseEvents, ResponseReply
+from gateway.response_request import parse_response, repeated
+from gateway.session import Prepared, Run, Session
 from gateway.sse import EventWriter, StreamReply
 from shared.config import Config
 
@@ -93,35 +95,70 @@ def early_leavers(session: Session) -> Iterator[None]:
 
 
 def generation(parse: Callable[[Mapping[str, Any], Limits], ValidRequest], prefix: str) -> Handler:
-    """The handler of one generation API."""
+    """The handler of one of the older generation APIs."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         session = request.app[SESSION]
-        with early_leavers(session):
-            valid = parse(await read_body(request), session.limits)
-        if (deadline_s := read_deadline(request)) > 0:
-            valid = replace(valid, deadline_s=deadline_s)
+        valid, _ = await read_request(request, parse)
         tenant = request[TENANT]
         with tenant.request(time.monotonic()):
-            with early_leavers(session):
-                prepared = named(await session.prepare(valid, tenant.name, tenant.salt, tenant.weight), request)
-            tenant.take_prompt(sum(len(prompt.ids) for prompt in prepared.prompts), time.monotonic())
+            prepared = await prepare(request, valid)
             request_id, created, model = f"{prefix}-{secrets.token_hex(12)}", int(time.time()), session.model.name
             reply = Reply(valid, session.model.tokenizer, model, request_id, created)
             if valid.resumable:
                 name = resume.new_stream()
                 prepared = resume.with_tickets(prepared, name, request_id, created, model)
-                return await stream(request, prepared, reply, resume.Place(name, len(prepared.prompts) * valid.n))
+                place = resume.Place(name, len(prepared.prompts) * valid.n)
+                return await stream(request, prepared, lambda writer: StreamReply(reply, writer, place))
             if valid.stream:
-                return await stream(request, prepared, reply)
-            async with session.open(prepared) as run:
-                try:
-                    await run.wait()
-                finally:
-                    tenant.tokens.spend(run.usage.completion_tokens, time.monotonic())
-            return json_response(reply.whole(run))
+                return await stream(request, prepared, lambda writer: StreamReply(reply, writer))
+            return await whole(request, prepared, reply.whole)
 
     return handle
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """OpenAI's newest generation API, for text; nothing is stored."""
+    session = request.app[SESSION]
+    valid, body = await read_request(request, parse_response)
+    with request[TENANT].request(time.monotonic()):
+        prepared = await prepare(request, valid)
+        model = session.model
+        reply = ResponseReply(valid, model.tokenizer, model.name, int(time.time()), repeated(body))
+        if valid.stream:
+            return await stream(request, prepared, lambda writer: ResponseEvents(reply, writer))
+        return await whole(request, prepared, reply.whole)
+
+
+async def read_request(
+    request: web.Request, parse: Callable[[Mapping[str, Any], Limits], ValidRequest]
+) -> tuple[ValidRequest, dict[str, Any]]:
+    """What a client asks for, checked, and the body that said so."""
+    session = request.app[SESSION]
+    with early_leavers(session):
+        body = await read_body(request)
+        valid = parse(body, session.limits)
+    deadline_s = read_deadline(request)
+    return (replace(valid, deadline_s=deadline_s) if deadline_s > 0 else valid), body
+
+
+async def prepare(request: web.Request, valid: ValidRequest) -> Prepared:
+    """Its token ids, which are counted for its tenant."""
+    session, tenant = request.app[SESSION], request[TENANT]
+    with early_leavers(session):
+        prepared = named(await session.prepare(valid, tenant.name, tenant.salt, tenant.weight), request)
+    tenant.take_prompt(sum(len(prompt.ids) for prompt in prepared.prompts), time.monotonic())
+    return prepared
+
+
+async def whole(request: web.Request, prepared: Prepared, body: Callable[[Run], dict[str, Any]]) -> web.Response:
+    """Answer once everything is there."""
+    async with request.app[SESSION].open(prepared) as run:
+        try:
+            await run.wait()
+        finally:
+            request[TENANT].tokens.spend(run.usage.completion_tokens, time.monotonic())
+    return json_response(body(run))
 
 
 async def go_on(request: web.Request) -> web.StreamResponse:
@@ -137,17 +174,17 @@ async def go_on(request: web.Request) -> web.StreamResponse:
         again = await resume.reopen(session, tenant, found, seen)
         ticket = again.ticket
         reply = Reply(ticket.request, session.model.tokenizer, ticket.model, ticket.answer_id, ticket.created)
-        return await stream(request, named(again.prepared, request), reply, again.place)
+        return await stream(request, named(again.prepared, request), lambda writer: StreamReply(reply, writer, again.place))
 
 
 async def stream(
-    request: web.Request, prepared: Prepared, reply: Reply, place: resume.Place | None = None
+    request: web.Request, prepared: Prepared, listen: Callable[[EventWriter], StreamReply | ResponseEvents]
 ) -> web.StreamResponse:
     """Answer as events. Refusals that come before the first token still have their own status."""
     session, config = request.app[SESSION], request.app[CONFIG]
     limit_bytes, comment_s = config.write_buffer_bytes, config.sse_comment_s
     writer = EventWriter(request, limit_bytes=limit_bytes, comment_s=comment_s, stream=prepared.recipe.stream)
-    listener = StreamReply(reply, writer, place)
+    listener = listen(writer)
     try:
         listener.run = session.open(prepared, listener)
         async with listener.run as run:
@@ -252,6 +289,7 @@ async def version(request: web.Request) -> web.Response:
 ROUTES = (
     web.post("/v1/chat/completions", generation(openai.parse_chat, "chatcmpl")),
     web.post("/v1/completions", generation(openai.parse_completion, "cmpl")),
+    web.post("/v1/responses", responses),
     web.get("/v1/streams/{id}", go_on, allow_head=False),
     web.get("/v1/models", models),
     web.get("/v1/models/{name:.*}", model),

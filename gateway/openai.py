@@ -42,7 +42,7 @@ SAME = (
 
 def parse_chat(body: Mapping[str, Any], limits: Limits) -> ValidRequest:
     """A /v1/chat/completions body; BadRequest names the first field at fault."""
-    given = _checked(CHAT, body, limits)
+    given = checked(CHAT, body, limits)
     if not limits.has_chat_template:
         raise BadRequest("This model has no chat template; use /v1/completions", "messages", "no_chat_template")
     tops = given.get("top_logprobs", 0)
@@ -52,23 +52,23 @@ def parse_chat(body: Mapping[str, Any], limits: Limits) -> ValidRequest:
     if len(caps) > 1:
         raise BadRequest("max_tokens and max_completion_tokens differ; give one", "max_tokens")
     return ValidRequest(
-        messages=parse_messages(_required(given, "messages"), "messages", limits),
-        template_arguments=_template_arguments(given.get("chat_template_kwargs")),
+        messages=parse_messages(required(given, "messages"), "messages", limits),
+        template_arguments=template_arguments(given.get("chat_template_kwargs")),
         max_tokens=caps.pop() if caps else None,
         logprobs=tops if given.get("logprobs") else -1,
-        **{"add_special_tokens": False, **_common(given, limits)},
+        **{"add_special_tokens": False, **common(given, limits)},
     )
 
 
 def parse_completion(body: Mapping[str, Any], limits: Limits) -> ValidRequest:
     """A /v1/completions body; BadRequest names the first field at fault."""
-    given = _checked(COMPLETION, body, limits)
+    given = checked(COMPLETION, body, limits)
     request = ValidRequest(
-        prompts=_required(given, "prompt"),
+        prompts=required(given, "prompt"),
         max_tokens=given.get("max_tokens"),
         default_max_tokens=max(COMPLETION_MAX_TOKENS, given.get("min_tokens", 0)),
         logprobs=given.get("logprobs", -1),
-        **_common(given, limits),
+        **common(given, limits),
     )
     num_sequences = len(request.prompts or ()) * request.n
     if num_sequences > limits.max_sequences:
@@ -77,13 +77,13 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> ValidRequest:
     return request
 
 
-def _required(given: Mapping[str, Any], name: str) -> Any:
+def required(given: Mapping[str, Any], name: str) -> Any:
     if name not in given:
         raise BadRequest(f"{name} is required", name, "missing_required_parameter")
     return given[name]
 
 
-def _checked(api: str, body: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+def checked(api: str, body: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     """Values of the implemented fields that are given (null counts as absent), each checked by itself."""
     given: dict[str, Any] = {}
     for name, value in body.items():
@@ -117,7 +117,7 @@ def check_model(name: str, limits: Limits) -> None:
         raise BadRequest(text, "model", "model_not_found", status=404)
 
 
-def _template_arguments(value: Any) -> dict[str, Any] | None:
+def template_arguments(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     arguments: dict[str, Any] = expect(dict, value, "chat_template_kwargs")
@@ -128,8 +128,8 @@ def _template_arguments(value: Any) -> dict[str, Any] | None:
     return arguments
 
 
-def _common(given: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """Fields that both APIs share, and the rules between them."""
+def common(given: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """Fields that the APIs share, and the rules between them."""
     same = {name: given[name] for name in SAME if name in given}
     _check_ending(given)
     stream = given.get("stream", False)
@@ -170,7 +170,7 @@ def _check_resumable(given: Mapping[str, Any], stream: bool, limits: Limits) -> 
 
 def _check_ending(given: Mapping[str, Any]) -> None:
     least = given.get("min_tokens", 0)
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         most = given.get(name)
         if most is None:
             continue
@@ -206,7 +206,7 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits) -> tuple[ValidReques
     if ("prompt" in given) == ("messages" in given):
         raise BadRequest("Give either prompt or messages", "prompt", "missing_required_parameter")
     if "messages" in given:
-        arguments = _template_arguments(given.get("chat_template_kwargs"))
+        arguments = template_arguments(given.get("chat_template_kwargs"))
         messages = parse_messages(given["messages"], "messages", limits)
         return ValidRequest(messages=messages, template_arguments=arguments, **{"add_special_tokens": False, **flags}), strings
     if type(given["prompt"]) is not str:
@@ -220,5 +220,5 @@ def parse_detokenize(body: Mapping[str, Any], limits: Limits) -> list[int]:
         if name not in ("model", "tokens"):
             raise BadRequest(f"Unrecognized request field: {name[:200]}", name[:200], "unknown_parameter")
     check_model(short_string(body.get("model") or "", "model", limits), limits)
-    ids: list[int] = token_id_list("max_prompt_ids")(_required(body, "tokens"), "tokens", limits)
+    ids: list[int] = token_id_list("max_prompt_ids")(required(body, "tokens"), "tokens", limits)
     return ids

@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway import fields
 from gateway.limits import Limits
-from gateway.schema import CHAT, COMPLETION, FIELDS, Field
+from gateway.schema import CHAT, COMPLETION, FIELDS, RESPONSES, Field
 
 ERROR = {
     "type": "object",
@@ -27,6 +27,7 @@ ERROR = {
 GENERATION: dict[str, tuple[str, list[str]]] = {
     "/v1/chat/completions": (CHAT, ["messages"]),
     "/v1/completions": (COMPLETION, ["prompt"]),
+    "/v1/responses": (RESPONSES, ["input"]),
 }
 PLAIN = {
     "/v1/models": "The served model",
@@ -52,6 +53,7 @@ MESSAGES: dict[str, Any] = {
 }
 NOT_HERE: dict[str, dict[str, Any]] = {
     "messages": MESSAGES,
+    "input": {"type": ["string", "array"], "items": {"type": "object"}},
     "chat_template_kwargs": {"type": ["object", "null"]},
 }  # checked together with other fields
 

@@ -11,6 +11,7 @@ class ValidRequest:
     # What to continue: messages (chat) or prompts (completion)
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] | None = None
+    named: str = ""  # the body's field that the prompt came in; empty: messages or prompt
     template_arguments: dict[str, Any] | None = None  # extra variables of the chat template
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
@@ -54,6 +55,11 @@ class ValidRequest:
     # Where it stands in the queue
     priority: int = 0
     deadline_s: float = 0.0  # seconds from arrival; 0: none
+
+    @property
+    def prompt_field(self) -> str:
+        """What errors about the prompt call it."""
+        return self.named or ("messages" if self.messages is not None else "prompt")
 
     @property
     def score_width(self) -> int:

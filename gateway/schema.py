@@ -1,4 +1,4 @@
-"""Every field of both generation APIs: implemented, accepted without effect, or refused. API.md is printed from this table."""
+"""Every field of the generation APIs: implemented, accepted without effect, or refused. API.md is printed from this table."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 from gateway import fields
 from gateway.fields import Check, boolean, integer, number, one_of, short_string
 
-CHAT, COMPLETION = "chat", "completion"
+CHAT, COMPLETION, RESPONSES = "chat", "completion", "responses"
 BOTH = (CHAT, COMPLETION)
+ALL = (*BOTH, RESPONSES)
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,18 @@ class Field:
     note: str
     check: Check | None = None
     harmless: tuple[Any, ...] = ()
-    apis: tuple[str, ...] = BOTH
+    apis: tuple[str, ...] = ALL
 
 
 def _does(name: str, check: Check, note: str, *apis: str) -> Field:
-    return Field(name, "implemented", note, check=check, apis=apis or BOTH)
+    return Field(name, "implemented", note, check=check, apis=apis or ALL)
 
 
 def _idle(name: str, check: Check, why: str, *apis: str) -> Field:
-    return Field(name, "no effect", why, check=check, apis=apis or BOTH)
+    return Field(name, "no effect", why, check=check, apis=apis or ALL)
 
 
-def _not(name: str, *harmless: Any, apis: tuple[str, ...] = BOTH, why: str = "not supported") -> Field:
+def _not(name: str, *harmless: Any, apis: tuple[str, ...] = ALL, why: str = "not supported") -> Field:
     return Field(name, "refused", why, harmless=harmless, apis=apis)
 
 
@@ -50,10 +51,10 @@ IMPLEMENTED = (
     _does("messages", _raw, "roles system, developer, user, assistant, tool; content is text or a list of text parts", CHAT),
     _does("prompt", fields.prompt, "text, list of texts, token ids, or list of lists of token ids", COMPLETION),
     _does("max_tokens", integer(0, "max_tokens"), "cap on generated tokens; prompt + cap beyond the model's length is 400. "
-          "Absent: as many as fit, in completions at most 16. 0: only with echo or prompt_logprobs"),
+          "Absent: as many as fit, in completions at most 16. 0: only with echo or prompt_logprobs", *BOTH),
     _does("max_completion_tokens", integer(0, "max_tokens"), "the newer name of max_tokens; both given must agree", CHAT),
     _does("min_tokens", integer(0, "max_tokens"), "stop ids and stop strings do not end the answer before so many tokens"),
-    _does("n", integer(1, "max_n"), "choices per prompt, each with its own random stream"),
+    _does("n", integer(1, "max_n"), "choices per prompt, each with its own random stream", *BOTH),
     _does("seed", integer(-(2**63), 2**64 - 1), "same seed, same request, same tokens; absent: a random seed"),
     _does("temperature", number(0, 2), "0: greedy; below 1e-5 counts as 0"),
     _does("top_p", number(0, 1, above=True), "nucleus sampling"),
@@ -74,40 +75,56 @@ IMPLEMENTED = (
     _does("logprobs", boolean, "log-probabilities of generated tokens", CHAT),
     _does("top_logprobs", integer(0, "max_logprobs"), "alternatives per token; needs logprobs", CHAT),
     _does("logprobs", integer(0, "max_logprobs"), "alternatives per token, besides the token itself", COMPLETION),
-    _does("prompt_logprobs", integer(0, "max_logprobs"), "log-probabilities of prompt tokens; not with stream"),
+    _does("prompt_logprobs", integer(0, "max_logprobs"), "log-probabilities of prompt tokens; not with stream", *BOTH),
     _does("echo", boolean, "the text begins with the prompt; with logprobs the prompt is scored too", COMPLETION),
     _does("stream", boolean, "server-sent events"),
     _does("resumable", boolean, "events have ids: GET /v1/streams/{id} goes on after the last one, on any gateway; only with "
-          "stream, for a limited number of choices"),
-    _does("stream_options", fields.stream_options, "include_usage, continuous_usage_stats; only with stream"),
-    _does("add_generation_prompt", boolean, "the template opens the assistant's turn; default true", CHAT),
-    _does("chat_template_kwargs", _raw, "object of extra variables for the chat template", CHAT),
-    _does("add_special_tokens", boolean, "the tokenizer adds its own, such as BOS; default false (the template does)", CHAT),
+          "stream, for a limited number of choices", *BOTH),
+    _does("stream_options", fields.stream_options, "include_usage, continuous_usage_stats; only with stream", *BOTH),
+    _does("add_generation_prompt", boolean, "the template opens the assistant's turn; default true", CHAT, RESPONSES),
+    _does("chat_template_kwargs", _raw, "object of extra variables for the chat template", CHAT, RESPONSES),
+    _does("add_special_tokens", boolean, "the tokenizer adds its own, such as BOS; default false (the template does)", CHAT,
+          RESPONSES),
     _does("add_special_tokens", boolean, "the tokenizer adds its own, such as BOS; default true", COMPLETION),
-    _does("truncate_prompt_tokens", integer(-1, "max_tokens"), "keep only the last so many prompt tokens; -1: as many as fit"),
-    _does("return_token_ids", boolean, "prompt_token_ids and token_ids in the answer"),
-    _does("return_tokens_as_token_ids", boolean, "tokens of log-probabilities print as token_id:7"),
+    _does("truncate_prompt_tokens", integer(-1, "max_tokens"), "keep only the last so many prompt tokens; -1: as many as fit",
+          *BOTH),
+    _does("return_token_ids", boolean, "prompt_token_ids and token_ids in the answer", *BOTH),
+    _does("return_tokens_as_token_ids", boolean, "tokens of log-probabilities print as token_id:7", *BOTH),
+    _does("input", _raw, "text, or a list of message items whose content is text or a list of text parts; other items are 400",
+          RESPONSES),
+    _does("instructions", fields.text, "a system message before the input", RESPONSES),
+    _does("max_output_tokens", integer(1, "max_tokens"), "cap on generated tokens; input + cap beyond the model's length is "
+          "400. Absent: as many as fit", RESPONSES),
+    _does("top_logprobs", integer(0, "max_logprobs"), "alternatives per token", RESPONSES),
+    _does("include", one_of([], ["message.output_text.logprobs"]), "`message.output_text.logprobs` asks for log-probabilities, "
+          "as top_logprobs above 0 does; nothing else can be included", RESPONSES),
+    _does("truncation", one_of("disabled", "auto"), "auto: cut an input that is too long at its beginning, to leave room for "
+          "max_output_tokens (absent: 1); default disabled: refuse it", RESPONSES),
+    _does("text", fields.text_options, "`format` of type text; default", RESPONSES),
+    _does("stream_options", fields.plain_stream_options, "include_obfuscation may be false; only with stream", RESPONSES),
     _does("priority", integer(-(2**31), 2**31 - 1), "lower runs earlier; default 0"),
 )  # fmt: skip
 
 NO_EFFECT = (
     _idle("user", short_string, "a label for the provider's abuse monitoring"),
-    _idle("safety_identifier", short_string, "a label for the provider's abuse monitoring", CHAT),
-    _idle("metadata", _labels, "labels of stored answers; nothing is stored", CHAT),
-    _idle("prompt_cache_key", short_string, "a routing hint; every prompt prefix is found in the cache anyway", CHAT),
-    _idle("parallel_tool_calls", boolean, "says how to call tools; there are none", CHAT),
-    _idle("store", one_of(False), "false is what happens: nothing is stored", CHAT),
-    _idle("service_tier", one_of("auto", "default"), "there is one tier", CHAT),
+    _idle("safety_identifier", short_string, "a label for the provider's abuse monitoring", CHAT, RESPONSES),
+    _idle("metadata", _labels, "labels of stored answers; nothing is stored", CHAT, RESPONSES),
+    _idle(
+        "prompt_cache_key", short_string, "a routing hint; every prompt prefix is found in the cache anyway", CHAT, RESPONSES
+    ),
+    _idle("parallel_tool_calls", boolean, "says how to call tools; there are none", CHAT, RESPONSES),
+    _idle("store", one_of(False), "false is what happens: nothing is stored", CHAT, RESPONSES),
+    _idle("service_tier", one_of("auto", "default"), "there is one tier", CHAT, RESPONSES),
     _idle("modalities", one_of(["text"]), "text is what is generated", CHAT),
     _idle("session_id", short_string, "a label"),
 )
 
 REFUSED = (
-    _not("tools", [], apis=(CHAT,)),
-    _not("tool_choice", "none", "auto", apis=(CHAT,)),
+    _not("tools", [], apis=(CHAT, RESPONSES)),
+    _not("tool_choice", "none", "auto", apis=(CHAT, RESPONSES)),
     _not("functions", [], apis=(CHAT,)),
     _not("function_call", "none", "auto", apis=(CHAT,)),
-    _not("response_format", {"type": "text"}),
+    _not("response_format", {"type": "text"}, apis=BOTH),
     _not("structured_outputs"),
     _not("guided_json"),
     _not("guided_regex"),
@@ -119,11 +136,11 @@ REFUSED = (
     _not("audio", apis=(CHAT,)),
     _not("prediction", apis=(CHAT,)),
     _not("web_search_options", apis=(CHAT,)),
-    _not("moderation", apis=(CHAT,)),
+    _not("moderation", apis=(CHAT, RESPONSES)),
     _not("reasoning_effort", "none", apis=(CHAT,)),
     _not("verbosity", "medium", apis=(CHAT,)),
-    _not("prompt_cache_retention", "in_memory", "in-memory", apis=(CHAT,)),
-    _not("prompt_cache_options", {}, apis=(CHAT,)),
+    _not("prompt_cache_retention", "in_memory", "in-memory", apis=(CHAT, RESPONSES)),
+    _not("prompt_cache_options", {}, apis=(CHAT, RESPONSES)),
     _not("include_reasoning", True, apis=(CHAT,)),
     _not("thinking_token_budget", -1),
     _not("suffix", "", apis=(COMPLETION,)),
@@ -154,10 +171,20 @@ REFUSED = (
     _not("return_prompt_text", False),
     _not("return_mm_kwargs", True),
     _not("routed_experts_prompt_start", 0),
+    _not("previous_response_id", apis=(RESPONSES,), why="not supported: nothing is stored; send the conversation as input"),
+    _not("conversation", apis=(RESPONSES,), why="not supported: nothing is stored; send the conversation as input"),
+    _not("background", False, apis=(RESPONSES,)),
+    _not("background_options", {}, apis=(RESPONSES,)),
+    _not("context_management", [], apis=(RESPONSES,)),
+    _not("max_tool_calls", apis=(RESPONSES,)),
+    _not("prompt", apis=(RESPONSES,), why="stored prompts are not supported; send input"),
+    _not("reasoning", {}, {"effort": None}, {"effort": "none"}, apis=(RESPONSES,)),
+    _not("access_programs", {}, apis=(RESPONSES,)),
+    _not("image", {}, apis=(RESPONSES,)),
 )
 
 FIELDS = {
-    api: {each.name: each for each in (*IMPLEMENTED, *NO_EFFECT, *REFUSED) if api in each.apis} for api in BOTH
+    api: {each.name: each for each in (*IMPLEMENTED, *NO_EFFECT, *REFUSED) if api in each.apis} for api in ALL
 }  # fmt: skip
 
 

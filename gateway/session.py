@@ -167,7 +167,7 @@ class Session:
         """Ids of one prompt (alone: of one); one that has none starts from the model's BOS token."""
         if isinstance(source, list):
             return source
-        tokenizer, field = self.model.tokenizer, "messages" if request.messages is not None else "prompt"
+        tokenizer, field = self.model.tokenizer, request.prompt_field
         fewest = tokenizer.fewest_tokens(source)
         if not request.truncate_prompt_tokens and 0 < self.service.max_len < fewest:
             raise _too_long(self.service.max_len, f"the prompt has at least {fewest} tokens", field)
@@ -197,7 +197,7 @@ class Session:
         limit = self.service.max_len
         if not limit:
             raise Unavailable("The scheduler went away", 2, "scheduler_unavailable")
-        field = "messages" if request.messages is not None else "prompt"
+        field = request.prompt_field
         wanted = request.max_tokens
         if wanted is not None:
             if num_prompt + wanted > limit:

@@ -122,7 +122,7 @@ def parse_events(text: str) -> list[Any]:
     """Data of every event; comments are skipped. The last of a good stream is "[DONE]"."""
     events: list[Any] = []
     for block in text.split("\n\n"):
-        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        lines = [line for line in block.split("\n") if line and not line.startswith((":", "event: response."))]
         if not lines:
             continue
         assert len(lines) == 1 and lines[0].startswith("data: "), lines

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from gateway import json_body
 from gateway.errors import ApiError, BadRequest
@@ -62,6 +63,9 @@ def test_every_field_of_openai_and_vllm_is_known() -> None:
     assert len(chat_fields) > 60
     assert chat_fields - set(FIELDS["chat"]) == set()
     assert completion_fields - set(FIELDS["completion"]) == set()
+    response_fields = {*get_type_hints(response_params.ResponseCreateParamsBase), "stream"}
+    assert len(response_fields) > 30
+    assert response_fields - set(FIELDS["responses"]) == set()
 
 
 @pytest.mark.parametrize("api", ["chat", "completion"])
