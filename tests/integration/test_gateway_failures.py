@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket as socket_module
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,15 @@ class Socket:
         self.writer = writer
 
     @classmethod
-    async def post(cls, bench: Bench, path: str = "/v1/completions", limit: int = 2**16, **body: Any) -> "Socket":
-        reader, writer = await asyncio.open_connection("127.0.0.1", bench.port, limit=limit)
+    async def post(
+        cls, bench: Bench, path: str = "/v1/completions", limit: int = 2**16, receive_bytes: int = 0, **body: Any
+    ) -> "Socket":
+        raw = socket_module.socket()
+        if receive_bytes:
+            raw.setsockopt(socket_module.SOL_SOCKET, socket_module.SO_RCVBUF, receive_bytes)
+        raw.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", bench.port))
+        reader, writer = await asyncio.open_connection(sock=raw, limit=limit)
         data = json.dumps({"prompt": "x", "max_tokens": 1000, **body}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
@@ -152,10 +160,9 @@ async def test_a_reader_of_a_whole_answer_that_does_not_read_is_dropped(bench: B
     monkeypatch.setattr(app, "READER_S", 1.0)
     play = Play([bench.id(" Paris")] * 2000, per_message=2000)
     bench.stub.script = lambda submit, sampling: play
-    client = await Socket.post(bench, n=500, max_tokens=2000, limit=1024)  # 6 MB
+    client = await Socket.post(bench, n=100, max_tokens=2000, limit=1024, receive_bytes=4096)  # 1.2 MB
     client.reader._transport.pause_reading()  # type: ignore[attr-defined]
-    await until(lambda: bench.session.runs)
-    await until(lambda: not bench.session.runs)
+    await until(lambda: bench.session.metrics.finished.total() == 100 and not bench.session.runs, 20)
     await asyncio.sleep(2.0)
     client.reader._transport.resume_reading()  # type: ignore[attr-defined]
     with pytest.raises(ConnectionError):
