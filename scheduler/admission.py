@@ -101,10 +101,10 @@ def overload(cell: Cell, seq: Sequence, now: float) -> str:
     num_tokens, own_tokens = waiting.num_tokens + len(seq.tokens), account.waiting_tokens + len(seq.tokens)
     if 0 < cell.max_queued_tokens < num_tokens and own_tokens > _part(cell, account, cell.max_queued_tokens):
         return f"{num_tokens} tokens would be waiting, at most {cell.max_queued_tokens} may{_besides(cell, account, now)}"
-    rate = cell.queue_rate.per_s(now)
-    wait_s = _ahead(cell, account) / rate if rate > 0 else 0.0
-    if 0 < cell.max_wait_s < wait_s:
-        return f"the predicted wait is {wait_s:.1f} s, at most {cell.max_wait_s:g} s is allowed"
+    if cell.max_wait_s > 0 and (rate := cell.queue_rate.per_s(now)) > 0:
+        wait_s = _ahead(cell, account) / rate
+        if wait_s > cell.max_wait_s:
+            return f"the predicted wait is {wait_s:.1f} s, at most {cell.max_wait_s:g} s is allowed"
     return ""
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from shared.messages import PROTOCOL, Drain, Fault, GatewayHello
+from shared.messages import PROTOCOL, Drain, Fault, Finish, GatewayHello
 from tests.unit.scheduler.cells import GATEWAY, SmallCell
 
 PEER = "w/r/0/1"
@@ -213,6 +213,22 @@ def test_accounts_that_nobody_needs_are_forgotten() -> None:
     assert small.cell.accounts.num_accounts == 299
     small.tick(2.0)
     assert small.cell.accounts.num_accounts == 0
+
+
+def test_the_wait_that_counts_is_that_of_the_own_queue() -> None:
+    """A tenant with a long queue is refused; one that comes with a single request starts soon, and is not."""
+    crowd = Crowd({"a": 1}, backlog=60)
+    crowd.join()
+    for _ in range(300):
+        crowd.now += 0.05
+        crowd.steps(1)
+    crowd.cell.max_wait_s = 2.0
+    crowd.submit(90_000, [1], 2, tenant="a")
+    crowd.submit(90_001, [1], 2, tenant="b")
+    assert "the predicted wait is" in crowd.rejects[90_000].text and "at most 2 s" in crowd.rejects[90_000].text
+    assert 90_001 not in crowd.ends
+    crowd.steps(30)
+    assert crowd.ends[90_001] == Finish.LENGTH
 
 
 def test_a_full_queue_still_takes_a_share_of_every_tenant() -> None:

@@ -153,6 +153,7 @@ def test_broken_hash_key_is_refused(tmp_path: Path) -> None:
 
 
 async def test_sequence_runs_over_real_sockets(config: Config, service: Service, gateway: Gateway) -> None:
+    await gateway.until(lambda: gateway.status)
     assert gateway.status is not None and gateway.status.state == "loading"
     async with running(StubWorker(config, script=[5, 6, 7])):
         gateway.submit(1, list(range(40)), 7)  # waits until the worker is there

@@ -217,7 +217,8 @@ def test_a_dead_worker_may_have_died_of_any_plan_in_flight() -> None:
     small.gone(peer)
     assert small.seq(1).strikes == small.seq(2).strikes == 1
     small.join()
-    small.run_until(lambda: small.replica().alone is not None and small.replica().alone.id == 2)
+    poison = small.seq(2)
+    small.run_until(lambda: small.replica().alone is poison)
     small.gone(peer)
     assert small.ends == {2: Finish.ERROR}, "two deaths"
     small.join()
