@@ -16,6 +16,7 @@ from gpu_worker.parallel.group import Group, Seat, join
 from gpu_worker.parallel.layers import parallelize
 from gpu_worker.parallel.shard import divide
 from gpu_worker.quant.config import read_quantization
+from gpu_worker.quant.kv_scales import FLOAT8, page_dtype
 from gpu_worker.quant.loading import planned_bytes
 from gpu_worker.runner import Runner
 from shared import model_folder, model_store
@@ -45,11 +46,22 @@ def load(config: Config, seat: Seat | None = None) -> Loaded:
     dtype = _dtype(config, spec.dtype, device, quantized=quant is not None)
     shard = divide(spec, seat.rank, seat.size) if seat else divide(spec, 0, 1)
     group = join(seat, device, dtype, config.step_timeout_s) if seat else None
-    memory = plan_memory(config, shard.spec, dtype, device, planned_bytes(quant, tensor_shapes(shard.held), dtype))
+    pages = page_dtype(config.kv_cache_dtype, quant, dtype, device)
+    memory = plan_memory(config, shard.spec, dtype, device, planned_bytes(quant, tensor_shapes(shard.held), dtype), pages)
     source = Dummy(spec) if config.dummy_weights else Safetensors(folder, spec, quant)
     length = memory.max_model_len
+    float8_pages = pages == FLOAT8
+    table = ops.load(device, float8_pages=float8_pages)
     decoder = load_decoder(
-        spec, source, ops.load(device), dtype=dtype, device=device, max_model_len=length, quant=quant, shard=shard
+        spec,
+        source,
+        table,
+        dtype=dtype,
+        device=device,
+        max_model_len=length,
+        quant=quant,
+        shard=shard,
+        float8_pages=float8_pages,
     )
     if group is not None:
         parallelize(decoder, shard, group)

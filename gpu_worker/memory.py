@@ -19,6 +19,7 @@ class MemoryPlan:
     weight_bytes: int
     step_bytes: int  # activations and logits of the largest step
     page_bytes: int
+    page_dtype: torch.dtype
     num_pages: int  # page 0 included
     page_tokens: int
     max_model_len: int
@@ -27,19 +28,25 @@ class MemoryPlan:
 
     @property
     def text(self) -> str:
+        held = f"{self.page_tokens} tokens ({str(self.page_dtype).removeprefix('torch.')})"
         return (
             f"weights {self.weight_bytes / MIB:,.0f} MiB, largest step {self.step_bytes / MIB:,.0f} MiB, "
-            f"KV {self.num_pages} pages of {self.page_tokens} tokens in {self.num_pages * self.page_bytes / MIB:,.0f} MiB; "
+            f"KV {self.num_pages} pages of {held} in {self.num_pages * self.page_bytes / MIB:,.0f} MiB; "
             f"a sequence may have {self.max_model_len} tokens, a step {self.max_batched_tokens}, {self.num_slots - 1} sequences"
         )
 
 
 def plan_memory(
-    config: Config, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weight_bytes: int | None = None
+    config: Config,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_bytes: int | None = None,
+    page_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Divide the memory, weights not loaded yet. BadConfig with the numbers when not even one request would fit.
 
-    weight_bytes: None: what all parameters take in dtype.
+    dtype: of activations; weight_bytes: None: what all parameters take in it; page_dtype: of keys and values, None: the same.
     """
     on_cpu = device.type == "cpu"
     batched = config.max_num_batched_tokens or (1024 if on_cpu else 8192)
@@ -50,7 +57,7 @@ def plan_memory(
         kv_heads=spec.num_kv_heads,
         page_tokens=config.block_size,
         head_dim=spec.head_dim,
-        dtype=dtype,
+        dtype=page_dtype or dtype,
     )
     kv_bytes = config.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else _free_bytes(config, device) - weights - step)
     num_pages = max(0, kv_bytes) // page
@@ -69,6 +76,7 @@ def plan_memory(
         weight_bytes=weights,
         step_bytes=step,
         page_bytes=page,
+        page_dtype=page_dtype or dtype,
         num_pages=num_pages,
         page_tokens=config.block_size,
         max_model_len=min(wanted, pool_tokens),

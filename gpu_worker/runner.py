@@ -55,7 +55,7 @@ class Runner:
             kv_heads=spec.num_kv_heads,
             page_tokens=memory.page_tokens,
             head_dim=spec.head_dim,
-            dtype=dtype,
+            dtype=memory.page_dtype,
             device=device,
         )
         self.graphs: DecodeGraphs | None = None

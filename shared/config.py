@@ -43,6 +43,9 @@ class Config:
     max_num_seqs: int = _setting(256, "sequences running at once on one worker")
     max_num_batched_tokens: int = _setting(0, "tokens of all rows of one step; 0: 8192 on a GPU, 1024 on a CPU")
     gpu_memory_utilization: float = _setting(0.9, "share of the GPU's memory that a worker may use, 0 to 1")
+    kv_cache_dtype: str = _setting(
+        "auto", "float8 KV pages, twice the tokens: fp8, none, or auto (if the checkpoint has scales)"
+    )
     kv_cache_bytes: int = _setting(0, "bytes of KV pages; 0: what the memory plan leaves on a GPU, 512 MiB on a CPU")
     tensor_parallel_size: int = _setting(1, "GPUs that share one copy of the model")
     device: str = _setting("auto", "auto (a GPU if there is one), cuda or cpu")
@@ -97,6 +100,8 @@ def _check(config: Config) -> Config:
         _fail("block_size", config.block_size, "must be 16, 32 or 64")
     if config.dtype not in ("auto", "bfloat16", "float16", "float32"):
         _fail("dtype", config.dtype, "must be auto, bfloat16, float16 or float32")
+    if config.kv_cache_dtype not in ("auto", "fp8", "none"):
+        _fail("kv_cache_dtype", config.kv_cache_dtype, "must be auto, fp8 or none")
     if config.device not in ("auto", "cuda", "cpu"):
         _fail("device", config.device, "must be auto, cuda or cpu")
     if config.log_level not in ("debug", "info", "warning", "error"):

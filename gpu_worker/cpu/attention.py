@@ -324,7 +324,7 @@ def attention(
     scale: float,
     window: int,
     soft_cap: float,
-    kv_scales: None = None,  # pages of float8 have other operations: float8_pages.py
+    kv_scales: Tensor | None = None,  # None: pages of float8 have other operations: float8_pages.py
 ) -> Tensor:
     """See Ops.attention. A page's keys must lie dimension by dimension, its values key by key, as in KVCache on a CPU."""
     _, kv_heads, page_tokens, head_dim = k_cache.shape

@@ -106,7 +106,7 @@ def rope_and_store(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
-    kv_scales: None = None,  # pages of float8 have other operations: float8_pages.py
+    kv_scales: Tensor | None = None,  # None: pages of float8 have other operations: float8_pages.py
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Ops.rope_and_store."""
     _, kv_heads, page_tokens, head_dim = k_cache.shape

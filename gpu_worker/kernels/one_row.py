@@ -40,8 +40,9 @@ def logits(decoder: Decoder, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -
     x = embed(batch.input_ids, decoder.embedding.weight)
     for layer, (k_cache, v_cache) in zip(decoder.layers, cache, strict=True):
         qkv = product(layer.qkv, x, gain=layer.input_norm, eps=eps)
-        q, k, v = ops.rope_and_store(qkv, batch, decoder.cos_sin, k_cache, v_cache, layer.q_norm, layer.k_norm, eps)
-        attended = ops.attention(q, k, v, k_cache, v_cache, batch, batch.page_table, scale, layer.window, 0.0)
+        kv, norms, scales = (k_cache, v_cache), (layer.q_norm, layer.k_norm), layer.kv_scales
+        q, k, v = ops.rope_and_store(qkv, batch, decoder.cos_sin, *kv, *norms, eps, scales)
+        attended = ops.attention(q, k, v, *kv, batch, batch.page_table, scale, layer.window, 0.0, scales)
         product(layer.o, attended.flatten(1), residual=x, out=x)
         gated = product(layer.gate_up, x, gain=layer.post_norm, eps=eps, silu=True)
         product(layer.down, gated, residual=x, out=x)

@@ -23,6 +23,7 @@ class Layer:
     gate_up: Matmul  # [2 * I, H]: gate, then up
     down: Matmul  # [H, I]
     window: int  # keys a query sees, itself included; 0: all
+    kv_scales: Tensor | None = None  # f32[2, hkv] of keys and of values, with pages of float8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +42,9 @@ class Decoder:
         residual = self.embedding(batch.input_ids)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for layer, (k_cache, v_cache), next_norm in zip(self.layers, cache, self._next_norms(), strict=True):
-            q, k, v = ops.rope_and_store(layer.qkv(x), batch, self.cos_sin, k_cache, v_cache, layer.q_norm, layer.k_norm, eps)
-            x = ops.attention(q, k, v, k_cache, v_cache, batch, batch.page_table, scale, layer.window, 0.0)
+            kv, norms, scales = (k_cache, v_cache), (layer.q_norm, layer.k_norm), layer.kv_scales
+            q, k, v = ops.rope_and_store(layer.qkv(x), batch, self.cos_sin, *kv, *norms, eps, scales)
+            x = ops.attention(q, k, v, *kv, batch, batch.page_table, scale, layer.window, 0.0, scales)
             x = ops.add_rms_norm(layer.o(x.flatten(1)), residual, layer.post_norm, eps)
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             x = ops.add_rms_norm(x, residual, next_norm, eps)

@@ -20,6 +20,7 @@ from gpu_worker.model.rope import cos_sin_table
 from gpu_worker.model.spec import ModelSpec
 from gpu_worker.ops import Ops
 from gpu_worker.parallel.shard import Shard
+from gpu_worker.quant import kv_scales
 from gpu_worker.quant.loading import QuantLoader, plain_shapes
 from gpu_worker.quant.scheme import QuantSpec
 from shared import model_folder
@@ -142,6 +143,7 @@ def load_decoder(
     max_model_len: int,
     quant: QuantSpec | None = None,
     shard: Shard | None = None,
+    float8_pages: bool = False,
 ) -> Decoder:
     """Read, cut, fuse, convert and place all weights; a bar on a terminal, a line per quarter elsewhere.
 
@@ -153,7 +155,9 @@ def load_decoder(
     layer_bytes = sum(map(math.prod, first_layer)) * dtype.itemsize
     with ThreadPoolExecutor(READERS) as readers:
         layers = list(
-            _progress(readers.map(lambda number: _layer(to, spec, number), range(spec.num_layers)), spec, layer_bytes)
+            _progress(
+                readers.map(lambda number: _layer(to, spec, number, float8_pages), range(spec.num_layers)), spec, layer_bytes
+            )
         )
     embedding = to.kept("model.embed_tokens.weight")
     return Decoder(
@@ -176,6 +180,7 @@ class _Placing:
         shapes = source.random_shapes
         cut = shard.cut_quantized
         self._quant = QuantLoader(quant, source.get, source.names, device, dtype, cut, shapes) if quant else None
+        self._promised = bool(quant and quant.kv_scales and shapes is None)  # scales of float8 pages
         self._dtype = dtype
         self._device = device
 
@@ -197,8 +202,16 @@ class _Placing:
         weights = (f"{prefix}{name}.weight" for name in names)
         return quantized or for_device(Linear(self.tensor(*weights), bias_of))
 
+    def kv_scales(self, layer: str) -> Tensor:
+        """Of this rank's KV heads, for pages of float8."""
+        heads, head_dim = self._shard.whole.num_kv_heads, self._shard.whole.head_dim
+        scales = kv_scales.read(self._source.get, self._source.names, layer, heads, required=self._promised)
+        part = self._shard.part(f"{layer}.k_proj")
+        held = scales[:, part.start // head_dim : part.stop // head_dim] if part else scales
+        return held.contiguous().to(self._device)
 
-def _layer(to: _Placing, spec: ModelSpec, number: int) -> Layer:
+
+def _layer(to: _Placing, spec: ModelSpec, number: int, float8_pages: bool) -> Layer:
     prefix = f"model.layers.{number}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     with torch.inference_mode():
@@ -212,6 +225,7 @@ def _layer(to: _Placing, spec: ModelSpec, number: int) -> Layer:
             gate_up=to.linear(mlp, "gate_proj", "up_proj", bias=spec.mlp_bias),
             down=to.linear(mlp, "down_proj", bias=spec.mlp_bias),
             window=spec.windows[number],
+            kv_scales=to.kv_scales(prefix + "self_attn") if float8_pages else None,
         )
 
 

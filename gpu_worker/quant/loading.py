@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu_worker.quant import kv_scales
 from gpu_worker.quant.formats import awq, compressed, fp8, gptq
 from gpu_worker.quant.formats.words import in_order_groups
 from gpu_worker.quant.linear import Matmul, quantized_linear
@@ -16,8 +17,6 @@ from gpu_worker.quant.weights import ByteWeight, IntWeight, Weight
 from shared.model_folder import ModelError
 
 Shape = tuple[int, ...]
-# Scales of an fp8 KV cache, beside the layers they belong to.
-KV_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _WEIGHTS = (".qweight", ".weight_packed", ".weight")
 
 
@@ -102,7 +101,7 @@ def plain_shapes(spec: QuantSpec, found: Mapping[str, Shape]) -> dict[str, Shape
         for each in tensor_names(scheme):
             shapes.pop(f"{layer}.{each}", None)
         shapes[f"{layer}.weight"] = shape
-    return {name: shape for name, shape in shapes.items() if not name.endswith(KV_SCALES)}
+    return {name: shape for name, shape in shapes.items() if not name.endswith(kv_scales.ENDS)}
 
 
 def _is_matrix(layer: str, shape: Shape) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpu_worker.quant.formats.fp8 import float_weight
 from gpu_worker.quant.formats.words import in_order_groups, unpack
+from gpu_worker.quant.kv_scales import says_scales
 from gpu_worker.quant.scheme import (
     Activations,
     Json,
@@ -48,7 +49,7 @@ def read_config(config: Json) -> QuantSpec:
     for name, group in groups.items():
         scheme = _scheme(name, group, overall)
         rules.append((_matcher(group.get("targets") or [], f"{name}.targets"), scheme))
-    return QuantSpec("compressed-tensors", tuple(rules), kv_scales=bool(config.get("kv_cache_scheme")))
+    return QuantSpec("compressed-tensors", tuple(rules), kv_scales=says_scales(config))
 
 
 def _matcher(targets: list[str], found_in: str) -> Callable[[str], bool]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gpu_worker.quant.kv_scales import says_scales
 from gpu_worker.quant.scheme import Activations, Json, QuantSpec, Scheme, choose, everything, path_part, refuse, two_numbers
 from gpu_worker.quant.weights import ByteWeight
 from shared.model_folder import ModelError
@@ -43,7 +44,7 @@ def read_config(config: Json) -> QuantSpec:
     )
     skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
     rules = [(path_part([*map(str, skipped), "lm_head"]), None), (everything, scheme)]
-    return QuantSpec("fp8", tuple(rules))
+    return QuantSpec("fp8", tuple(rules), kv_scales=says_scales(config))
 
 
 def at_load() -> QuantSpec:

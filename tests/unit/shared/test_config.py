@@ -21,6 +21,7 @@ OTHER: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 32,
     "device": "cpu",
+    "kv_cache_dtype": "fp8",
     "gateway_link": "tcp://127.0.0.1:7001",
     "worker_link": "tcp://localhost:7002",
     "heartbeat_s": 0.25,

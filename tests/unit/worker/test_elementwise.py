@@ -54,7 +54,7 @@ def test_rope_and_store(table: ops.Ops, dtype: torch.dtype, norms: bool, ratio: 
     expected_k = kernel_reference.rms_norm(k, k_norm, 1e-6) if k_norm is not None else k
     expected_q = kernel_reference.rope(expected_q, case.batch.positions, cos_sin)
     expected_k = kernel_reference.rope(expected_k, case.batch.positions, cos_sin)
-    if table is cpu:
+    if table.rope_and_store is cpu.rope_and_store:
         case.k_cache, case.v_cache = case.on_cpu()
     before = case.k_cache.clone(), case.v_cache.clone()
     out = table.rope_and_store(qkv, case.batch, cos_sin, case.k_cache, case.v_cache, q_norm, k_norm, 1e-6)
