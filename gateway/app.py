@@ -14,9 +14,10 @@ from aiohttp.typedefs import Handler
 
 from gateway import api_keys, tls
 from gateway.api_keys import ANYBODY, Tenant
+from gateway.connections import Runner
 from gateway.cors import Origins
 from gateway.errors import ApiError
-from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, REQUEST_ID, ROUTES, SESSION, TENANT, TRACE, json_response
+from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, REQUEST_ID, ROUTES, SESSION, TENANT, TRACE, error_response
 from gateway.operate import OPERATOR_ROUTES
 from gateway.served_model import ServedModel
 from gateway.session import Session
@@ -137,18 +138,15 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
+    except web.RequestPayloadError:
+        return error_response(
+            ApiError(400, "The body cannot be read: it broke off, or its chunks are none", code="invalid_http")
+        )
     except (asyncio.CancelledError, ConnectionResetError):
         raise
     except Exception:
         log.exception("a request failed", extra={"id": request[REQUEST_ID]})
         return error_response(ApiError(500, "Internal error; see the log for this request id", code="internal_error"))
-
-
-def error_response(error: ApiError) -> web.Response:
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s > 0 else {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error.body(), error.status, headers)
 
 
 async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
@@ -163,12 +161,11 @@ async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """Cancelled handlers are how a client that left ends its sequences. Who sends no request for IDLE_S is cut off."""
-    return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=5.0, keepalive_timeout=IDLE_S)
+    return Runner(app, idle_s=IDLE_S, shutdown_timeout_s=5.0)
 
 
 async def serve(config: Config, model: ServedModel) -> None:
-    """Serve until SIGTERM or SIGINT, then take nothing new and let streams end; a second signal ends them."""
+    """Serve until SIGTERM or SIGINT, then refuse what is new (503) and let streams end; a second signal ends them."""
     certificate = tls.context(config)
     tracer = open_tracer(config, "gateway")
     async with Session(config, model) as session:
@@ -187,7 +184,7 @@ async def serve(config: Config, model: ServedModel) -> None:
             log.info("listening", extra={"url": url, "model": model.name})
             gc.collect()
             gc.freeze()  # what start-up made stays; later collections need not look at it
-            await _until_stopped(session, site)
+            await _until_stopped(session)
         finally:
             if keeper is not None:
                 keeper.cancel()
@@ -197,15 +194,14 @@ async def serve(config: Config, model: ServedModel) -> None:
                 await asyncio.to_thread(tracer.close)
 
 
-async def _until_stopped(session: Session, site: web.TCPSite) -> None:
+async def _until_stopped(session: Session) -> None:
     loop = asyncio.get_running_loop()
     signals = asyncio.Queue[signal.Signals]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     await signals.get()
     session.draining = "this gateway stops"
-    log.info("draining", extra={"running": len(session.runs)})
-    await site.stop()
+    log.info("draining", extra={"running": len(session.runs)})  # who comes now is told 503 and when to try again
     idle = asyncio.create_task(session.wait_idle())
     again = asyncio.create_task(signals.get())
     await asyncio.wait({idle, again}, return_when=asyncio.FIRST_COMPLETED)

@@ -40,12 +40,22 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
     return web.Response(body=dump(value).encode(), status=status, content_type="application/json", headers=headers)
 
 
+def error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s > 0 else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error.body(), error.status, headers)
+
+
 async def read_body(request: web.Request) -> dict[str, Any]:
     """The JSON object a client sent. Its length is refused before it is read where it is declared."""
     limit = request.app[CONFIG].max_body_bytes
     length = request.content_length
     if length is not None and length > limit:
         raise body_too_large(limit, f"{length}")
+    if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
+        text = f"Content-Encoding {encoding[:100].encode('ascii', 'replace').decode()} is not supported; send the body as it is"
+        raise ApiError(415, text, code="unsupported_content_encoding")
     kind = request.content_type if "Content-Type" in request.headers else "application/json"
     if kind != "application/json" and not kind.endswith("+json"):
         text = f"Content-Type must be application/json, got {kind[:100]}"

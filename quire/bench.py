@@ -6,12 +6,13 @@ With --engine the same workloads run on our engine without HTTP, so that the two
 import argparse
 import asyncio
 import json
+import os
 import random
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,13 +130,15 @@ def summary(name: str, rate: float, answers: list[Answer], seconds: float) -> di
     }
 
 
-async def measure(base_url: str, model: str, name: str, rate: float, vocab_size: int, seed: int) -> dict[str, Any]:
+async def measure(
+    base_url: str, model: str, name: str, rate: float, vocab_size: int, seed: int, headers: Mapping[str, str]
+) -> dict[str, Any]:
     """Run one workload once; returns its summary."""
     workload: Workload = WORKLOADS[name]
     bodies = [_body(model, prompt, workload.output_tokens) for prompt in prompts(name, vocab_size, seed)]
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=3600)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20, headers=headers) as session:
         starts = _starts(len(bodies), rate)
         url = base_url.rstrip("/") + "/v1/completions"
         answers = await asyncio.gather(*(_one(session, url, body, start) for body, start in zip(bodies, starts, strict=True)))
@@ -154,8 +157,8 @@ async def measure_engine(engine: AsyncEngine, name: str, vocab_size: int, seed: 
     return summary(name, 0.0, answers, seconds)
 
 
-async def _served_model(base_url: str) -> str:
-    async with aiohttp.ClientSession() as session, session.get(base_url.rstrip("/") + "/v1/models") as response:
+async def _served_model(base_url: str, headers: Mapping[str, str]) -> str:
+    async with aiohttp.ClientSession(headers=headers) as session, session.get(base_url.rstrip("/") + "/v1/models") as response:
         response.raise_for_status()
         return str((await response.json())["data"][0]["id"])
 
@@ -174,6 +177,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser("bench", help="measure a server, or our engine without HTTP, with the standard workloads")
     parser.add_argument("workloads", nargs="+", type=_parse_workload, help=f"NAME or NAME:RATE of {', '.join(WORKLOADS)}")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="server to measure (default: %(default)s)")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="bearer token (default: $OPENAI_API_KEY)")
     parser.add_argument("--model", default="", help="model name to ask for; empty: the first one the server lists")
     parser.add_argument(
         "--engine", metavar="FLAGS", help="measure our engine without HTTP; FLAGS: those of quire serve, as one word"
@@ -203,14 +207,15 @@ async def _repeat(arguments: argparse.Namespace, run_once: Measure) -> int:
 
 
 async def _bench_server(arguments: argparse.Namespace) -> int:
+    headers = {"Authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
     try:
-        model = arguments.model or await _served_model(arguments.base_url)
+        model = arguments.model or await _served_model(arguments.base_url, headers)
     except (aiohttp.ClientError, OSError) as error:
         print(f"quire bench: error: no server answers at {arguments.base_url}: {error}", file=sys.stderr)
         return 1
 
     async def run_once(name: str, rate: float, seed: int) -> dict[str, Any]:
-        return await measure(arguments.base_url, model, name, rate, arguments.vocab_size, seed)
+        return await measure(arguments.base_url, model, name, rate, arguments.vocab_size, seed, headers)
 
     return await _repeat(arguments, run_once)
 

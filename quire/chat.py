@@ -3,6 +3,7 @@
 import argparse
 import http.client
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -24,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's)")
     parser.add_argument("--max-tokens", type=int, help="longest answer in tokens (default: the server's)")
-    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="bearer token (default: $OPENAI_API_KEY)")
     parser.set_defaults(run=run)
 
 

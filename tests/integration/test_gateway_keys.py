@@ -11,6 +11,7 @@ from yarl import URL
 from gateway.api_keys import hashed
 from gateway.app import OPEN, create_admin_app
 from gateway.handlers import ROUTES
+from quire.main import main
 from shared.config import Config
 from shared.messages import Submit
 from shared.sampling import Sampling
@@ -54,6 +55,31 @@ async def status(bench: Bench, method: str, path: str, headers: dict[str, str] |
             error = (await response.json())["error"]
             assert error["type"] == "authentication_error" and response.headers["WWW-Authenticate"] == "Bearer"
         return response.status
+
+
+async def test_chat_and_bench_bring_a_key(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.stub.script = lambda submit, sampling: Play(bench.ids("ok"))
+
+    async def quire(command: str, *words: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            await asyncio.to_thread(main, [command, f"--base-url=http://127.0.0.1:{bench.port}", *words])
+        return int(str(ended.value.code))
+
+    assert await quire("chat", "hi") == 1
+    assert "401" in capsys.readouterr().err
+    assert await quire("chat", "--api-key=key-free", "hi") == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "key-free")
+    assert await quire("chat", "hi") == 0
+    assert capsys.readouterr().out == "ok\nok\n"
+    asked = bench.session.metrics.requests
+    before = asked["/v1/models", "200"]
+    assert await quire("bench", "cpu-1", "--repetitions=1") == 1  # with ids that the toy does not have
+    assert (asked["/v1/models", "200"] - before, asked["/v1/completions", "400"], asked["/v1/completions", "401"]) == (1, 1, 0)
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert await quire("bench", "cpu-1", "--model=toy", "--repetitions=1") == 1
+    assert asked["/v1/completions", "401"] == 1
 
 
 async def test_b34_no_route_without_a_key(bench: Bench) -> None:

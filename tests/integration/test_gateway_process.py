@@ -83,13 +83,30 @@ async def test_the_openai_sdk_and_a_clean_end(smollm2_folder: Path) -> None:
             await check_sdk(client)
             assert resident_bytes(process.pid) < 120 * 2**20
             # A stream that runs when the process is told to stop ends well; nothing new is taken.
-            scheduler.plays = [Play(Tokenizer(smollm2_folder).encode(ANSWER * 3, False), delay_s=0.02)]
+            scheduler.plays = [Play(Tokenizer(smollm2_folder).encode(ANSWER * 3, False), delay_s=0.05)]
             stream = await client.completions.create(model="smol", prompt="x", stream=True, max_tokens=200)
             texts = [(await anext(stream)).choices[0].text]
             process.send_signal(signal.SIGTERM)
+            await check_draining(url)
             texts += [chunk.choices[0].text async for chunk in stream]
             assert "".join(texts) == ANSWER * 3
         assert await asyncio.wait_for(process.wait(), 5) == 0
+
+
+async def check_draining(url: str) -> None:
+    """Whoever comes while streams end is told so, and when to try again; no connection is refused."""
+    async with aiohttp.ClientSession() as client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+            body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+            for _ in range(100):
+                async with client.post(url + path, json={"input": "x"} if path == "/v1/responses" else body) as response:
+                    if response.status == 200:  # the signal has not arrived yet
+                        continue
+                    error = (await response.json())["error"]
+                    break
+            assert (response.status, error["code"], response.headers["Retry-After"]) == (503, "draining", "5")
+        async with client.get(f"{url}/health") as response:
+            assert response.status == 200
 
 
 async def check_sdk(client: openai.AsyncOpenAI) -> None:
