@@ -222,7 +222,7 @@ class Service:
             self.metrics.utilization.set(utilization)
             if self._lifeline is not None:
                 self._lifeline.check()
-            if self._group and self._steps.stuck_s > 1.5 * self._step_timeout_s:  # its collective waits in vain
+            if self._group and self._steps.stuck_s > self._step_timeout_s:  # its collective waits in vain
                 leave(f"a step has made no progress for {self._steps.stuck_s:.0f} s")
             self._link.send(WorkerAlive(self._last_step, used, total, utilization))
             if self._draining and not self._in_flight and self._loop.time() - self._last_plan >= DRAINED_S:

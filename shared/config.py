@@ -47,7 +47,7 @@ class Config:
         "auto", "float8 KV pages, twice the tokens: fp8, none, or auto (if the checkpoint has scales)"
     )
     kv_cache_bytes: int = _setting(0, "bytes of KV pages; 0: what the memory plan leaves on a GPU, 512 MiB on a CPU")
-    tensor_parallel_size: int = _setting(1, "GPUs that share one copy of the model")
+    tensor_parallel_size: int = _setting(1, "GPUs of this machine that share one copy of the model (on a CPU: processes)")
     device: str = _setting("auto", "auto (a GPU if there is one), cuda or cpu")
     cpu_threads: int = _setting(0, "threads of a CPU worker; 0: all cores")
 

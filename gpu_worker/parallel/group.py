@@ -34,9 +34,9 @@ class Seat(NamedTuple):
 class Collectives(Protocol):
     """What is used of torch's process groups."""
 
-    def allreduce(self, tensors: list[Tensor]) -> c10d.Work: ...
+    def allreduce(self, tensors: list[Tensor], options: c10d.AllreduceOptions) -> c10d.Work | None: ...
 
-    def _allgather_base(self, output: Tensor, mine: Tensor) -> c10d.Work: ...
+    def _allgather_base(self, output: Tensor, mine: Tensor, options: c10d.AllgatherOptions) -> c10d.Work | None: ...
 
 
 class GroupError(RuntimeError):
@@ -57,7 +57,9 @@ class Group:
 
     def sum_into(self, x: Tensor) -> Tensor:
         """x becomes the sum of all ranks' x; every rank gets the same bits."""
-        self.collectives.allreduce([x]).wait()
+        options = c10d.AllreduceOptions()
+        options.asyncOp = False  # on a GPU: on the current stream
+        _finish(self.collectives.allreduce([x], options))
         return x
 
     def join_columns(self, x: Tensor, width: int, total: int) -> Tensor:
@@ -65,8 +67,15 @@ class Group:
         rows = x.shape[0]
         mine = F.pad(x, (0, width - x.shape[1])).contiguous()
         every = mine.new_empty((self.size, rows, width))
-        self.collectives._allgather_base(every.view(-1), mine.view(-1)).wait()
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        _finish(self.collectives._allgather_base(every.view(-1), mine.view(-1), options))
         return every.transpose(0, 1).reshape(rows, self.size * width)[:, :total].contiguous()
+
+
+def _finish(work: c10d.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def leave(why: str) -> NoReturn:

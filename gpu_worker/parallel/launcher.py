@@ -73,7 +73,13 @@ async def _run(config: Config, devices: list[str]) -> int:
             ranks.append(await _start(own, rank, group, listener, os.environ | {"CUDA_VISIBLE_DEVICES": device}))
     if stopping.is_set():  # told so while they were being started
         _signal_all(ranks, signal.SIGTERM)
-    return await _first_end(ranks)
+    code = await _first_end(ranks)
+    if code >= 0:
+        return code
+    if stopping.is_set() and -code in (signal.SIGTERM, signal.SIGINT):  # it had no handler yet
+        return 0
+    print(f"gpu_worker: a rank was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    return 1
 
 
 async def _start(
@@ -97,7 +103,7 @@ async def _start(
 
 
 async def _first_end(ranks: list[asyncio.subprocess.Process]) -> int:
-    """Wait for the first rank to end, let the others follow (an orderly end) or kill them; its exit code."""
+    """Wait for the first rank to end, let the others follow (an orderly end) or kill them; its code, negative: a signal."""
     waits = {asyncio.create_task(rank.wait()) for rank in ranks}
     ended, running = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     codes = [task.result() for task in ended]
@@ -107,9 +113,6 @@ async def _first_end(ranks: list[asyncio.subprocess.Process]) -> int:
     _signal_all(ranks, signal.SIGKILL)
     if running:
         await asyncio.wait(running)
-    if first < 0:
-        print(f"gpu_worker: a rank was killed by {signal.Signals(-first).name}", file=sys.stderr)
-        return 1
     return first
 
 

@@ -43,7 +43,7 @@ def test_ranks_share_a_cpu_and_speak_with_one_voice() -> None:
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [(("exit(0)", "exit(0)"), 0), (("exit(2)", "import time; time.sleep(60)"), 2), (("import os; os.kill(os.getpid(), 9)",
-     "import time; time.sleep(60)"), 1), (("exit(0)", "import time; time.sleep(0.3); exit(5)"), 0)],
+     "import time; time.sleep(60)"), -9), (("exit(0)", "import time; time.sleep(0.3); exit(5)"), 0)],
 )  # fmt: skip
 async def test_ranks_end_together(codes: tuple[str, ...], expected: int) -> None:
     ranks = [await asyncio.create_subprocess_exec(sys.executable, "-c", code) for code in codes]
