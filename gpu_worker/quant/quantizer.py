@@ -94,7 +94,7 @@ def _fp8(layers: Any) -> dict[str, Tensor]:
         for name in _linears(layer):
             made = fp8.quantize(layer.get_submodule(name).weight)
             prefix = f"model.layers.{number}.{name}."
-            tensors |= {f"{prefix}weight": made.values, f"{prefix}weight_scale": made.scales}
+            tensors |= {f"{prefix}weight": made.values, f"{prefix}weight_scale": made.scales.to(torch.bfloat16)}
     return tensors
 
 

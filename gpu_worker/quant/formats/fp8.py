@@ -84,8 +84,11 @@ def float_weight(scheme: Scheme, values: Tensor, scale: Tensor, input_scale: Ten
 
 
 def quantize(weight: Tensor) -> ByteWeight:
-    """A bf16 or float32 weight [N, K] -> float8 with a scale per row: the largest of the row becomes 448."""
+    """A bf16 or float32 weight [N, K] -> float8 with a scale per row: the largest of the row becomes 448.
+
+    Scales are bfloat16 numbers, because libraries that read our folders turn them into the model's type.
+    """
     weight = weight.float()
-    scales = weight.abs().amax(1, keepdim=True).div(LARGEST).clamp(min=TINY)
+    scales = weight.abs().amax(1, keepdim=True).div(LARGEST).clamp(min=TINY).to(torch.bfloat16).float()
     values = (weight / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return ByteWeight(values, scales, weight.shape[1], _PER_TOKEN).checked()
