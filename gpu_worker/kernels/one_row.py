@@ -14,6 +14,7 @@ from gpu_worker.kernels.embed import embed
 from gpu_worker.kernels.skinny_linear import skinny_linear
 from gpu_worker.model.decoder import Decoder
 from gpu_worker.model.linear import Linear, Matmul
+from gpu_worker.parallel.layers import DividedEmbedding, Joined, Summed
 from gpu_worker.quant.linear import ByteLinear
 
 TILE = 512  # columns of float8 weights come in whole tiles
@@ -28,6 +29,8 @@ def fits(decoder: Decoder) -> bool:
 
 def known(matrix: Matmul) -> bool:
     """Whether `product` can compute it."""
+    if isinstance(matrix, Summed | Joined):
+        return known(matrix.matrix)
     if isinstance(matrix, ByteLinear):
         float8 = matrix.values.dtype == torch.float8_e4m3fn
         return matrix.bias is None and float8 and len(matrix.scales) == 1 and matrix.values.shape[1] % TILE == 0
@@ -37,7 +40,8 @@ def known(matrix: Matmul) -> bool:
 def logits(decoder: Decoder, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
     """[1, V] of a batch of one decode row; its key and value are in the cache afterwards."""
     ops, eps, scale = decoder.ops, decoder.spec.norm_eps, decoder.spec.head_dim**-0.5
-    x = embed(batch.input_ids, decoder.embedding.weight)
+    divided = isinstance(decoder.embedding, DividedEmbedding)
+    x = decoder.embedding(batch.input_ids) if divided else embed(batch.input_ids, decoder.embedding.weight)
     for layer, (k_cache, v_cache) in zip(decoder.layers, cache, strict=True):
         qkv = product(layer.qkv, x, gain=layer.input_norm, eps=eps)
         kv, norms, scales = (k_cache, v_cache), (layer.q_norm, layer.k_norm), layer.kv_scales
@@ -50,7 +54,13 @@ def logits(decoder: Decoder, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -
 
 
 def product(matrix: Matmul, x: Tensor, **neighbours: Any) -> Tensor:
-    """[1, N]; neighbours: see skinny_linear."""
+    """[1, N]; neighbours: see skinny_linear. Of several ranks the first adds the residual, and the sum has it."""
+    if isinstance(matrix, Summed):
+        if matrix.group.rank:
+            neighbours.pop("residual", None)
+        return matrix.group.sum_into(product(matrix.matrix, x, **neighbours))
+    if isinstance(matrix, Joined):
+        return matrix.join(product(matrix.matrix, x, **neighbours))
     if isinstance(matrix, ByteLinear):
         return skinny_linear(x, matrix.values, row_scales=matrix.scales[0], **neighbours)
     assert isinstance(matrix, Linear)

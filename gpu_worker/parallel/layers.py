@@ -36,7 +36,11 @@ class Joined:
         self._total = total
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.join_columns(self.matrix(x), self._width, self._total)
+        return self.join(self.matrix(x))
+
+    def join(self, mine: Tensor) -> Tensor:
+        """This rank's outputs -> everybody's."""
+        return self._group.join_columns(mine, self._width, self._total)
 
     @property
     def num_bytes(self) -> int:
