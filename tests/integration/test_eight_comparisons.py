@@ -35,9 +35,8 @@ WORDS = ["ABC", "Hello", " world", " Paris", "ab", " a", "naïve", "\n", "你好
 
 
 @dataclass
-class Cell:
+class Asker:
     client: aiohttp.ClientSession
-    service: Service
 
     async def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer in one form, whole or streamed."""
@@ -66,6 +65,11 @@ class Cell:
                 return await self.ask(body)
 
         return list(await asyncio.gather(*map(one, bodies)))
+
+
+@dataclass
+class Cell(Asker):
+    service: Service
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from tests import gateway_toys
 from tests.integration.gateway_bench import Bench, running
 from tests.integration.stub_scheduler import Play
 
-NUM_BODIES = 1200
 ODD: list[Any] = [
     *(None, 0, -1, 1, 2, 2**31, 2**63, 1e308, 0.5, float("nan"), float("inf"), True, False),
     *("", "x", "\0", "y" * 5000, "\ud800"),
@@ -95,7 +94,8 @@ async def test_embeddings_are_refused_by_name(bench: Bench) -> None:
     assert (answer.status, answer.error["param"]) == (400, "model") and "toy" in answer.error["message"]
 
 
-async def test_bodies_from_the_description_and_broken_ones(bench: Bench) -> None:
+@pytest.mark.parametrize("num_bodies", [1200, pytest.param(12_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+async def test_bodies_from_the_description_and_broken_ones(bench: Bench, num_bodies: int) -> None:
     rng = random.Random(11)
     ids = bench.ids("ok")
     bench.stub.script = lambda submit, sampling: Play(ids)
@@ -116,6 +116,6 @@ async def test_bodies_from_the_description_and_broken_ones(bench: Bench) -> None
         if answer.status >= 400:
             assert answer.error["message"], sent[:500]
 
-    for _ in range(NUM_BODIES // 20):
+    for _ in range(num_bodies // 20):
         await asyncio.gather(*(one() for _ in range(20)))
-    assert min(seen.values()) > NUM_BODIES // 20, seen
+    assert min(seen.values()) > num_bodies // 20, seen
