@@ -2,7 +2,7 @@
 
     python -m benchmarks.overload --seconds 120 --times 3
 
-A gateway, a scheduler and a stub worker (16 rows, 20 ms a step) as processes. The peak is what clients get that always keep one
+A gateway, a scheduler and a stub worker (16 rows, 50 ms a step) as processes. The peak is what clients get that always keep one
 request more under way than fits. Then requests arrive at so many times the peak's rate, whether answered or not. Goodput: the
 tokens of answers that were complete. Meanwhile /ready of the gateway and /metrics of the scheduler are asked now and then.
 """
@@ -103,8 +103,8 @@ def memory_mib(cell: Cell) -> dict[str, float]:
 async def run(seconds: float, times: float) -> int:
     with tempfile.TemporaryDirectory() as folder:
         gateway_toys.write_model(Path(folder), gateway_toys.byte_level())
-        flags = ("--delay-s=0.02", f"--max-num-seqs={ROWS}")
-        async with running(Path(folder), *flags, gateways=1, max_queued_requests=QUEUED) as cell:
+        flags = ("--delay-s=0.05", f"--max-num-seqs={ROWS}")
+        async with running(Path(folder), *flags, gateways=1, max_queued_requests=QUEUED, silence_s=5.0) as cell:
             calm = await peak(cell)
             most = calm.num_tokens / PEAK_S
             memory = memory_mib(cell)
