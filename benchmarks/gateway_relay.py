@@ -75,7 +75,7 @@ class Relay:
             case GatewayHello():
                 self.peer = peer
                 self.hub.send(peer, GatewayWelcome(PROTOCOL, 1, 16, b"k" * 32))
-                self.hub.send(peer, Status("ready", "", 8192, 10**9, 0, 0, 0.0))
+                self.hub.send(peer, Status("ready", "", 16_384, 10**9, 0, 0, 0.0))
             case Submit():
                 self.waiting.append(message.id)
                 if len(self.waiting) == self.streams:
