@@ -129,6 +129,8 @@ async def check_sdk(client: openai.AsyncOpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage == answer.usage
+    response = await client.responses.create(model="smol", input=question, temperature=0)
+    assert response.output_text == ANSWER and response.usage is not None and response.usage.input_tokens == 40
     completion = await client.completions.create(model="smol", prompt="x", max_tokens=3, logprobs=2, echo=True)
     assert completion.choices[0].text == "xThe capital of"
     assert completion.choices[0].logprobs is not None and completion.choices[0].logprobs.text_offset == [0, 1, 4, 12]

@@ -26,6 +26,7 @@ OWNERS = {
     "pydantic": ("gateway", "quire"),
     "tokenizers": ("gateway", "quire", "gpu_worker/convert.py"),
     "jinja2": ("gateway", "quire"),
+    "jiter": ("gateway",),
     "openai": (),
     "opentelemetry": ("shared/tracing.py", "gateway/app.py"),
     "pynvml": ("gpu_worker",),
