@@ -2,30 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.messages import Reject
-from tests import gateway_toys
-from tests.integration.gateway_bench import Bench, running
+from tests.integration.gateway_bench import Bench
 from tests.integration.stub_scheduler import Play
 from tests.integration.test_eight_comparisons import Cell, cell
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), gateway_toys.byte_level())
-
-
-@pytest.fixture
-async def bench(toy_folder: Path) -> AsyncIterator[Bench]:
-    async with running(toy_folder) as made:
-        yield made
 
 
 def say(bench: Bench, text: str, **how: Any) -> None:

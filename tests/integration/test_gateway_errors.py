@@ -21,11 +21,6 @@ REJECT = Reject(0, 429, "queue_full", "4097 sequences wait, limit 4096", "", 3.4
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), gateway_toys.byte_level())
-
-
 @pytest.fixture
 async def bench(toy_folder: Path) -> AsyncIterator[Bench]:
     async with running(toy_folder, max_body_bytes=2**20) as made:

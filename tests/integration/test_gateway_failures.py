@@ -14,16 +14,10 @@ from gateway.errors import Unavailable
 from gateway.openai import parse_completion
 from shared import columns
 from shared.messages import Finish, Status
-from tests import gateway_toys
 from tests.integration.gateway_bench import Bench, parse_events, running
 from tests.integration.stub_scheduler import READY, Play
 
 LOADING = Status("loading", "no worker has said hello", 0, 0, 0, 0, 0.0)
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), gateway_toys.byte_level())
 
 
 @pytest.fixture

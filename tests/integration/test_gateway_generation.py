@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from shared import columns
 from shared.messages import STOPPED, Finish, Submit
 from shared.sampling import Sampling
 from tests import gateway_toys
-from tests.integration.gateway_bench import Answer, Bench, running
+from tests.integration.gateway_bench import Answer, Bench
 from tests.integration.stub_scheduler import Play
 
 
@@ -22,12 +21,6 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = gateway_toys.byte_level()
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
     return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), tokenizer)
-
-
-@pytest.fixture
-async def bench(toy_folder: Path) -> AsyncIterator[Bench]:
-    async with running(toy_folder) as made:
-        yield made
 
 
 def say(bench: Bench, *tokens: str | int, **options: Any) -> None:

@@ -4,13 +4,10 @@ import asyncio
 import gzip
 import json
 import logging
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from tests import gateway_toys
-from tests.integration.gateway_bench import Bench, running
+from tests.integration.gateway_bench import Bench
 from tests.integration.stub_scheduler import Play
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -42,17 +39,6 @@ CASES: dict[str, tuple[bytes, int, str]] = {
     "no gzip": (POST + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", 415, ENCODING),
     "encoding": (POST + b"Content-Encoding: rot13\r\nContent-Length: 2\r\n\r\n{}", 415, ENCODING),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), gateway_toys.byte_level())
-
-
-@pytest.fixture
-async def bench(toy_folder: Path) -> AsyncIterator[Bench]:
-    async with running(toy_folder) as made:
-        yield made
 
 
 async def check(bench: Bench, data: bytes, status: int, code: str) -> None:

@@ -1,7 +1,6 @@
 """One id per request: in the answer, the log, what the scheduler gets, the traces and the metrics."""
 
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,24 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families as plain
 
 from shared.messages import Submit
 from shared.tracing import Tracer
-from tests import gateway_toys
 from tests.integration.gateway_bench import Answer, Bench, running
 from tests.integration.stub_scheduler import Play
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CALLER = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), gateway_toys.byte_level())
-
-
-@pytest.fixture
-async def bench(toy_folder: Path) -> AsyncIterator[Bench]:
-    async with running(toy_folder) as made:
-        yield made
 
 
 async def ask(bench: Bench, headers: dict[str, str] | None = None, *, gap_s: float = 0.0, stream: bool = False) -> Answer:

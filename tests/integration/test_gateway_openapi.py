@@ -3,8 +3,6 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from gateway.handlers import ROUTES
 from gateway.openapi import GENERATION
 from gateway.schema import FIELDS
-from tests import gateway_toys
-from tests.integration.gateway_bench import Bench, running
+from tests.integration.gateway_bench import Bench
 from tests.integration.stub_scheduler import Play
 
 ODD: list[Any] = [
@@ -21,17 +18,6 @@ ODD: list[Any] = [
     *("", "x", "\0", "y" * 5000, "\ud800"),
     *([], [[]], [None], [-1], ["x"], [3], [[3], [4]], {}, {"type": "text"}, {"5": 1}, {"a": {}}),
 ]
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), gateway_toys.byte_level())
-
-
-@pytest.fixture
-async def bench(toy_folder: Path) -> AsyncIterator[Bench]:
-    async with running(toy_folder) as made:
-        yield made
 
 
 def value_of(schema: dict[str, Any], rng: random.Random) -> Any:

@@ -1,7 +1,6 @@
 """/v1/responses as OpenAI's own client uses it, and what it refuses."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +8,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from shared import columns
 from shared.messages import Reject
-from tests import gateway_toys
-from tests.integration.gateway_bench import Bench, running
+from tests.integration.gateway_bench import Bench
 from tests.integration.stub_scheduler import Play
 
 EVENTS = [
@@ -24,17 +22,6 @@ EVENTS = [
     "response.output_item.done",
     "response.completed",
 ]
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gateway_toys.write_model(tmp_path_factory.mktemp("toy"), gateway_toys.byte_level())
-
-
-@pytest.fixture
-async def bench(toy_folder: Path) -> AsyncIterator[Bench]:
-    async with running(toy_folder) as made:
-        yield made
 
 
 @pytest.fixture
