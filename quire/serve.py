@@ -138,7 +138,7 @@ def _banner(config: Config, folder: Path, start_s: float) -> str:
     host = _reachable(config.host)
     base = f"http{'s' if config.tls_cert else ''}://{f'[{host}]' if ':' in host else host}:{config.port}/v1"
     question = "Tell me the capital of France in one sentence."
-    body: dict[str, object] = {"model": config.served_model_name}
+    body: dict[str, object] = {"model": config.served_model_name, "temperature": 0}
     if has_chat_template(folder):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": question}]
     else:
