@@ -4,16 +4,18 @@ On a GPU the Triton kernels run; elsewhere torch, a block of rows at a time, so 
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu_worker.quant.joining import Form, can_join, join
 from gpu_worker.quant.packed import PackedInts, pack
 from gpu_worker.quant.rounding import float8_to_bf16, quantize_rows
-from gpu_worker.quant.weights import ByteWeight, Weight, can_join, join
+from gpu_worker.quant.weights import ByteWeight, Weight
 
 BLOCK_ELEMENTS = 2**20  # unpacked at once on a CPU
 
@@ -26,19 +28,32 @@ class Matmul(Protocol):
     def num_bytes(self) -> int: ...
 
 
-def quantized_linear(parts: Sequence[Weight], bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> Matmul:
-    """One matrix of the parts, one under the other along the outputs; bias [out]: of all of them. dtype: of x and of y."""
-    if not can_join(parts):
-        return _Stacked([quantized_linear([part], None, device, dtype) for part in parts], _placed(bias, device, dtype))
-    weight, bias = join(parts), _placed(bias, device, dtype)
+def quantized_linear(parts: Iterable[Weight], bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> Matmul:
+    """One matrix of the parts, one under the other along the outputs; bias [out]: of all of them. dtype: of x and of y.
+
+    Parts may be read as they are asked for: each is packed before the next one, so that only one lies unpacked at a time.
+    """
+    forms = list(map(partial(_form, device=device), parts))  # map, unlike a loop's variable, keeps no part
+    bias = _placed(bias, device, dtype)
+    if can_join(forms):
+        return _linear(join(forms), bias, device, dtype)
+    return _Stacked([_linear(form, None, device, dtype) for form in forms], bias)
+
+
+def _form(weight: Weight, device: torch.device) -> Form:
     if isinstance(weight, ByteWeight):
-        return ByteLinear(weight, bias, device)
+        return weight
     if device.type == "cpu" and weight.bits == 8 and weight.zeros is None and weight.scales.shape[1] == 1:
-        return ByteLinear(weight.as_bytes(), bias, device)  # unpacks faster
-    packed = pack(weight).to(device)
-    if device.type == "cpu" and dtype == torch.bfloat16 and _has_fused_int4(packed):
-        return FusedInt4Linear(packed, bias)
-    return IntLinear(packed, bias)
+        return weight.as_bytes()  # unpacks faster
+    return pack(weight).to(device)
+
+
+def _linear(form: Form, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> Matmul:
+    if isinstance(form, ByteWeight):
+        return ByteLinear(form, bias, device)
+    if device.type == "cpu" and dtype == torch.bfloat16 and _has_fused_int4(form):
+        return FusedInt4Linear(form, bias)
+    return IntLinear(form, bias)
 
 
 def _placed(bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -107,11 +122,11 @@ class FusedInt4Linear:
             zeros = (8 - spread) * scales
         self._scales_and_zeros = torch.stack([scales, zeros], 2).to(torch.bfloat16)
         step = max(BLOCK_ELEMENTS // packed.num_columns // 64, 1) * 64  # the layout goes by tiles of 64 rows
-        tiles = [
-            torch._convert_weight_to_int4pack_for_cpu(packed.codes(start, min(start + step, packed.num_rows)).int(), 1)
-            for start in range(0, packed.num_rows, step)
-        ]
-        self._tiles = torch.cat(tiles)
+        self._tiles = torch.empty((packed.num_rows, packed.num_columns // 2), dtype=torch.uint8)
+        for start in range(0, packed.num_rows, step):
+            stop = min(start + step, packed.num_rows)
+            codes = packed.codes(start, stop).int()
+            self._tiles[start:stop] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._columns is not None:

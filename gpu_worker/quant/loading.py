@@ -41,8 +41,7 @@ class QuantLoader:
         if not all(schemes):
             raise ModelError(f"of {', '.join(layers)}, which make one matrix, only some are quantized")
         with self.device:  # where new tensors appear: a GPU unpacks and packs much faster than the host
-            weights = {layer: self._weight(layer, scheme) for layer, scheme in zip(layers, schemes, strict=True) if scheme}
-            parts = [self.cut(layer, weight) for layer, weight in weights.items()]
+            parts = (self.cut(layer, self._weight(layer, each)) for layer, each in zip(layers, schemes, strict=True) if each)
             return quantized_linear(parts, bias, self.device, self.dtype)
 
     def _weight(self, layer: str, scheme: Scheme) -> Weight:

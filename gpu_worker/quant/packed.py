@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_worker.quant.weights import IntWeight
 
 PLANE = 32
+BLOCK_ELEMENTS = 2**22  # packed at once: what a whole matrix would take for a moment is several times its size
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class PackedInts:
     def num_bytes(self) -> int:
         tensors = (self.words, self.scales, self.zeros, self.columns)
         return sum(each.nbytes for each in tensors if each is not None)
+
+    def explicit_zeros(self) -> Tensor:
+        """u8[G, N]"""
+        return torch.full_like(self.scales, 2 ** (self.bits - 1), dtype=torch.uint8) if self.zeros is None else self.zeros
 
     def to(self, device: torch.device) -> "PackedInts":
         def move(tensor: Tensor | None) -> Tensor | None:
@@ -87,15 +92,22 @@ def pack(weight: IntWeight) -> PackedInts:
         group, of_group = _widest(per_plane)
     total = -(-order.numel() // span) * span
     source = torch.nn.functional.pad(order, (0, total - order.numel()), value=-1)
-    codes = weight.codes[:, source.clamp(min=0)]
     needed = -(-total // group)
     of_group = of_group[torch.arange(needed).clamp(max=of_group.numel() - 1)]
     zeros = None if weight.zeros is None else weight.zeros[:, of_group].t().contiguous()
-    codes = torch.where(source >= 0, codes, _zero_codes(weight, zeros, group, total))
     in_order = bool((source[:k] == torch.arange(k)).all()) and bool((source[k:] < 0).all())
     columns = None if in_order else source.clamp(min=0).to(torch.int32)
     scales = weight.scales[:, of_group].t().contiguous()
-    return PackedInts(weight.bits, k, _words(codes, weight.bits), scales, zeros, group, columns)
+    words = torch.empty((total // span, weight.shape[0], PLANE), dtype=torch.int16, device=weight.codes.device)
+    step = max(BLOCK_ELEMENTS // max(total, 1), 1)
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        codes = weight.codes[rows]
+        if columns is not None or total != k:
+            filling = weight.middle if zeros is None else zeros[:, rows].t().repeat_interleave(group, 1)[:, :total]
+            codes = torch.where(source >= 0, codes[:, source.clamp(min=0)], filling)
+        _fill_words(words[:, rows], codes, weight.bits)
+    return PackedInts(weight.bits, k, words, scales, zeros, group, columns)
 
 
 def _regular_group(weight: IntWeight) -> int:
@@ -131,17 +143,9 @@ def _widest(per_plane: Tensor) -> tuple[int, Tensor]:
     raise AssertionError("one plane has one group")
 
 
-def _zero_codes(weight: IntWeight, zeros: Tensor | None, group: int, total: int) -> Tensor:
-    """u8[N or 1, total]: the code that means weight 0 in each column."""
-    if zeros is None:
-        return torch.full((1, total), weight.middle, dtype=torch.uint8)
-    return zeros.t().repeat_interleave(group, 1)[:, :total]
-
-
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """u8[N, blocks * 32 * P] -> i16[blocks, N, 32]"""
+def _fill_words(words: Tensor, codes: Tensor, bits: int) -> None:
+    """codes u8[N, blocks * 32 * P] -> words i16[blocks, N, 32]"""
     planes = codes.view(codes.shape[0], -1, 16 // bits, PLANE).transpose(0, 1)  # [blocks, N, P, 32]
-    words = planes[:, :, 0].to(torch.int16)
+    words.copy_(planes[:, :, 0])
     for number in range(1, 16 // bits):
         words |= planes[:, :, number].to(torch.int16) << (bits * number)
-    return words.contiguous()

@@ -1,6 +1,5 @@
-"""Weights as a checkpoint means them, free of its packing: exact values, cut and joined along either dimension."""
+"""Weights as a checkpoint means them, free of its packing: exact values, cut along either dimension."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,38 +115,3 @@ class ByteWeight:
 
 
 Weight = IntWeight | ByteWeight
-
-
-def can_join(parts: Sequence[Weight]) -> bool:
-    """Whether one multiplication can do all of them: same kind, same groups of the same inputs, same rounding of them."""
-    first = parts[0]
-    for part in parts[1:]:
-        if isinstance(first, IntWeight) and isinstance(part, IntWeight):
-            same = first.bits == part.bits and first.scales.dtype == part.scales.dtype
-            if not same or not torch.equal(first.groups, part.groups):
-                return False
-        elif isinstance(first, ByteWeight) and isinstance(part, ByteWeight):
-            same = first.values.dtype == part.values.dtype and first.activations == part.activations
-            if not same or first.block != part.block:
-                return False
-        else:
-            return False
-    return True
-
-
-def join(parts: Sequence[Weight]) -> Weight:
-    """The parts, one under the other along the outputs. They must satisfy can_join."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    scales = torch.cat([part.scales for part in parts])
-    if isinstance(first, IntWeight):
-        ints = [part for part in parts if isinstance(part, IntWeight)]
-        bare = all(part.zeros is None for part in ints)
-        zeros = None if bare else torch.cat([part.explicit_zeros() for part in ints])
-        return replace(first, codes=torch.cat([part.codes for part in ints]), scales=scales, zeros=zeros)
-    values = [part.values for part in parts if isinstance(part, ByteWeight)]
-    inputs = [part.input_scale for part in parts if isinstance(part, ByteWeight) and part.input_scale is not None]
-    # Static scales of the same input differ a little between the parts: the largest covers all.
-    largest = torch.stack(inputs).amax(0) if inputs else None
-    return replace(first, values=torch.cat(values), scales=scales, input_scale=largest)

@@ -6,15 +6,15 @@ The j-th nibble of a word from the low bits up is column ORDER[j] of its eight.
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from gpu_worker.quant.formats.words import in_order_groups, pack, unpack
+from gpu_worker.quant.formats.words import BLOCK_ELEMENTS, in_order_groups, pack
 from gpu_worker.quant.scheme import Json, QuantSpec, Scheme, choose, everything, flag, path_part, refuse, whole
 from gpu_worker.quant.weights import IntWeight
 
 NAMES = ("qweight", "qzeros", "scales")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of the nibble at each place; its inverse is 0, 4, 1, 5, 2, 6, 3, 7
-INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_config(config: Json) -> QuantSpec:
@@ -42,17 +42,21 @@ def read_config(config: Json) -> QuantSpec:
 
 def read_weight(scheme: Scheme, tensors: Mapping[str, Tensor]) -> IntWeight:
     qweight, scales = tensors["qweight"], tensors["scales"]
-    codes = _columns(qweight).t().contiguous()
-    zeros = _columns(tensors["qzeros"]).t().contiguous()
+    codes, zeros = _turned(qweight), _turned(tensors["qzeros"])
     k = qweight.shape[0]
     groups = in_order_groups(k, scheme.group or k)
     return IntWeight(4, codes, scales.t().contiguous(), zeros, groups).checked()
 
 
-def _columns(words: Tensor) -> Tensor:
-    """i32[R, N / 8] -> u8[R, N]"""
-    nibbles = unpack(words, 4).reshape(words.shape[0], -1, 8)
-    return nibbles[..., list(INVERSE)].flatten(1)
+def _turned(words: Tensor) -> Tensor:
+    """i32[R, N / 8] -> u8[N, R]"""
+    codes = torch.empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8, device=words.device)
+    step = max(BLOCK_ELEMENTS // 8 // max(words.shape[0], 1), 1)
+    for start in range(0, words.shape[1], step):
+        part = words[:, start : start + step].t().contiguous()
+        for place, column in enumerate(ORDER):
+            codes[start : start + step, column] = (part >> 4 * place) & 15
+    return codes.flatten(0, 1)
 
 
 def write_words(codes: Tensor) -> Tensor:

@@ -3,13 +3,18 @@
 import torch
 from torch import Tensor
 
+BLOCK_ELEMENTS = 2**22  # unpacked at once: words shifted and masked take four bytes a code
+
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """i32[..., W] -> u8[..., W * 32 / bits]."""
+    """i32[R, W] -> u8[R, W * 32 / bits]."""
     codes = torch.empty((*words.shape, 32 // bits), dtype=torch.uint8, device=words.device)
-    for place, shift in enumerate(range(0, 32, bits)):  # one at a time: a whole layer as int32 would be large
-        codes[..., place] = (words >> shift) & (2**bits - 1)
-    return codes.flatten(-2)
+    step = max(BLOCK_ELEMENTS // max(words.shape[1] * 32 // bits, 1), 1)
+    for start in range(0, words.shape[0], step):
+        part = words[start : start + step]
+        for place, shift in enumerate(range(0, 32, bits)):
+            codes[start : start + step, :, place] = (part >> shift) & (2**bits - 1)
+    return codes.flatten(1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -10,8 +10,10 @@ import torch
 
 from gpu_worker.model.spec import read_spec
 from gpu_worker.parallel.shard import divide
+from gpu_worker.quant.joining import Form, can_join, join
 from gpu_worker.quant.linear import quantized_linear
-from gpu_worker.quant.weights import ByteWeight, IntWeight, Weight, can_join, join
+from gpu_worker.quant.packed import PackedInts, pack
+from gpu_worker.quant.weights import ByteWeight, IntWeight, Weight
 from tests.unit.quant.test_formats import FILES, weight_of
 
 CPU = torch.device("cpu")
@@ -91,7 +93,10 @@ def test_shards_of_a_model(file: Path) -> None:
         shard = divide(spec, rank, ranks)
         part = shard.cut_quantized(prefix + "self_attn.q_proj", weight)
         gate, up = (shard.cut_quantized(f"{prefix}mlp.{name}_proj", weight) for name in ("gate", "up"))
-        assert can_join([gate, up]) and join([gate, up]).shape == (2 * n // ranks, k)
+        forms: list[Form] = [pack(each) if isinstance(each, IntWeight) else each for each in (gate, up)]
+        joined = join(forms)
+        assert can_join(forms)
+        assert (joined.num_rows if isinstance(joined, PackedInts) else joined.shape[0]) == 2 * n // ranks
         outputs.append(part.dequantize())
     assert torch.equal(torch.cat(outputs), weight.dequantize())
     narrow = read_spec(

@@ -1,16 +1,20 @@
 """Quantized linears: cut for tensor parallelism (B58), joined, 8-bit corner cases (B59), few bits in memory."""
 
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from gpu_worker.quant.formats.fp8 import float_weight, quantize
 from gpu_worker.quant.formats.words import in_order_groups
+from gpu_worker.quant.joining import can_join, join
 from gpu_worker.quant.linear import BLOCK_ELEMENTS, FusedInt4Linear, quantized_linear
-from gpu_worker.quant.packed import pack
+from gpu_worker.quant.packed import PackedInts, pack
 from gpu_worker.quant.rounding import float8_to_bf16, quantize_rows
 from gpu_worker.quant.scheme import Activations, Scheme
-from gpu_worker.quant.weights import ByteWeight, IntWeight, Weight, can_join, join
+from gpu_worker.quant.weights import ByteWeight, IntWeight, Weight
 from shared.model_folder import ModelError
 
 CPU = torch.device("cpu")
@@ -107,19 +111,39 @@ def test_block_scales_cut_inside_a_block(block: int) -> None:
 def test_parts_joined_into_one() -> None:
     parts = [ints(32, 128, 32, seed=1), ints(16, 128, 32, zeros=False, seed=2), ints(48, 128, 32, seed=3)]
     x, bias = noise(4, 128), noise(96, seed=7)
-    assert can_join(parts)
+    packed = [pack(part) for part in parts]
+    assert can_join(packed)
     exact = torch.cat([x @ part.dequantize().t() for part in parts], 1) + bias
-    assert torch.equal(join(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
+    joined = join(packed)
+    assert isinstance(joined, PackedInts)
+    assert torch.equal(joined.dequantize(0, 96), torch.cat([part.dequantize() for part in parts]))
     assert close(quantized_linear(parts, bias, CPU, torch.float32)(x), exact)
 
 
 def test_parts_that_cannot_be_one_stay_beside_each_other() -> None:
     parts = [ints(32, 128, 32, act_order=True, seed=1), ints(16, 128, 32, act_order=True, seed=2), ints(8, 128, 64, bits=8)]
     x, bias = noise(4, 128), noise(56, seed=7)
-    assert not can_join(parts)
+    packed = [pack(part) for part in parts]
+    assert not can_join(packed) and not can_join([packed[0], packed[2]]) and can_join(packed[:1])
     made = quantized_linear(parts, bias, CPU, torch.float32)
     assert close(made(x), torch.cat([x @ part.dequantize().t() for part in parts], 1) + bias)
     assert made.num_bytes > 0
+
+
+def test_one_part_lies_unpacked_at_a_time() -> None:
+    """What a reader of a large checkpoint holds besides its packed layers: a weak reference to each part's codes tells."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def parts() -> Iterator[Weight]:
+        for seed in range(3):
+            assert not any(codes() is not None for codes in seen)
+            weight = ints(32, 128, 32, seed=seed)
+            seen.append(weakref.ref(weight.codes))
+            yield weight
+            del weight
+
+    made, x = quantized_linear(parts(), None, CPU, torch.float32), noise(4, 128)
+    assert len(seen) == 3 and close(made(x), torch.cat([x @ ints(32, 128, 32, seed=i).dequantize().t() for i in range(3)], 1))
 
 
 def test_static_scales_join_to_the_largest() -> None:
