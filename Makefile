@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # What is imported gets compiled then: compiling all of it now would take longer than the downloads.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: serve test chaos test-compose test-deploy lint format bench lock clean
+.PHONY: serve test chaos test-clients test-compose test-deploy lint format bench lock clean
 
 serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="org/name --port 9000"
 	$(BIN)/quire serve $(ARGS)
@@ -48,13 +48,25 @@ $(INSTALLED): requirements.lock pyproject.toml
 test-compose: $(INSTALLED)  ## the compose stack with real containers: needs docker
 	PYTHON=$(BIN)/python tests/compose/run.sh
 
+CLIENTS := $(VENV)-clients
+NPM := $(if $(and $(shell command -v node),$(shell command -v npm)),$(CLIENTS)/npm/.installed)
+test-clients: $(INSTALLED) $(CLIENTS)/.installed $(NPM)  ## real clients (PyPI, npm) against the real model: npm's only where it is
+	$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+$(CLIENTS)/npm/.installed: tests/clients/package.json tests/clients/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	cd $(@D) && npm ci --silent
+	touch $@
+
 DEPLOY := $(VENV)-deploy
 test-deploy: $(DEPLOY)/.installed  ## checkov over docker/ and k8s/, in a virtual environment of its own: needs kubectl
 	$(DEPLOY)/bin/python tests/deploy/hardening.py
 
-$(DEPLOY)/.installed: tests/deploy/requirements.lock
-	test -x $(DEPLOY)/bin/python || $(PYTHON) -m venv $(DEPLOY)
-	$(DEPLOY)/bin/python -m pip install --quiet --no-compile --no-deps -r $<
+# Virtual environments of their own, for what pins other versions than we do: .venv-deploy, .venv-clients.
+$(VENV)-%/.installed: tests/%/requirements.lock
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $<
 	touch $@
 
 lock:  ## write the lock file from what is installed now
@@ -63,5 +75,5 @@ lock:  ## write the lock file from what is installed now
 	$(BIN)/python docker/split_lock.py
 
 clean:
-	rm -rf $(VENV) $(DEPLOY) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DEPLOY) $(CLIENTS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
