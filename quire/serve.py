@@ -67,13 +67,17 @@ async def _serve(config: Config, folder: Path) -> int:
     loop = asyncio.get_running_loop()
     supervisor = Supervisor(processes, say=say, write=output.write)
 
-    def on_signal() -> None:
+    code = 0  # of this process; 128 + signal, as shells have it, when not even the end was waited for
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal code
         if stop.is_set():
+            code = 128 + number
             supervisor.kill()
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     say(f"starting {', '.join(role.name for role in processes)}; the model is {config.served_model_name} from {folder}")
     announcer = asyncio.create_task(_announce(config, folder, supervisor, started, say))
     stopped = asyncio.create_task(stop.wait())
@@ -89,7 +93,7 @@ async def _serve(config: Config, folder: Path) -> int:
         await supervisor.stop(["gateway"], DRAIN_S)
         await supervisor.stop([name for name in supervisor.roles if name not in ("gateway", "scheduler")], END_S)
         await supervisor.stop(["scheduler"], END_S)
-        return 0
+        return code
     finally:
         announcer.cancel()
         stopped.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -68,6 +69,7 @@ class Supervisor:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why we gave up
         self._say = say
         self._write = write or _to_stderr
+        self._killed = asyncio.Event()
         self._width = max(len(name) for name in self.roles)
         self._keepers = [asyncio.create_task(self._keep(role)) for role in self.roles.values()]
 
@@ -90,25 +92,21 @@ class Supervisor:
             if late:
                 self._say(f"{len(late)} of {', '.join(role.name for role in stopped)} did not end in {grace_s:.0f} s")
         for role in stopped:
-            _signal(role, signal.SIGKILL)
+            _kill(role)
         if waits:
             await asyncio.wait(waits)
 
     def kill(self) -> None:
         """End everything at once."""
+        self._killed.set()
         for role in self.roles.values():
             role.stopping = True
-            _signal(role, signal.SIGKILL)
+            _kill(role)
 
     async def close(self) -> None:
-        """Kill what still runs and forget the keepers."""
+        """Kill what still runs, and wait until nothing does: a keeper ends when all that its role printed is read."""
         self.kill()
-        for keeper in self._keepers:
-            keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        for role in self.roles.values():
-            if role.process is not None:
-                await role.process.wait()
 
     async def _keep(self, role: Role) -> None:
         while not role.stopping:
@@ -122,7 +120,8 @@ class Supervisor:
                     self.failed.set_result(str(error))
                 return
             self._say(f"{role.name} ended ({last_words(role, code)}), starting it again in {delay_s:.1f} s")
-            await asyncio.sleep(delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._killed.wait(), delay_s)
 
     async def _run_once(self, role: Role) -> int:
         role.started, role.last_words = time.monotonic(), ""
@@ -136,7 +135,7 @@ class Supervisor:
             preexec_fn=dies_with_parent(),
         )
         if role.stopping:  # asked to end while it was being started
-            _signal(role, signal.SIGKILL)
+            _kill(role)
         assert role.process.stdout is not None
         await self._pass_on(role, role.process.stdout)
         return await role.process.wait()
@@ -161,6 +160,13 @@ def _to_stderr(text: str) -> None:
 def _signal(role: Role, number: signal.Signals) -> None:
     if role.process is not None and role.process.returncode is None:
         role.process.send_signal(number)
+
+
+def _kill(role: Role) -> None:
+    """With the processes that it started (ranks, templates): whoever keeps its pipe open would keep us waiting."""
+    if role.process is not None and role.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(role.process.pid, signal.SIGKILL)
 
 
 class Lines:

@@ -150,6 +150,20 @@ async def test_close_leaves_nobody() -> None:
     assert not any(alive(pid) for pid in pids)
 
 
+async def test_nobody_waits_for_a_helper_that_holds_a_killed_roles_pipe(tmp_path: Path) -> None:
+    """A rank, or a template's process: it inherited the pipe that is read to its end, and ends with its role."""
+    code = f"""
+        import subprocess, sys, time
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        open({str(tmp_path / "pid")!r}, "w").write(f"{{helper.pid}}.")
+        time.sleep(300)
+    """
+    pid = tmp_path / "pid"
+    async with supervised(role("a", code)), asyncio.timeout(60):
+        await until(lambda: pid.exists() and pid.read_text().endswith("."))
+    await until(lambda: not alive(int(pid.read_text()[:-1])))
+
+
 async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     """And so do those that a child started with dies_with_parent, as the worker does with its helpers."""
     code = f"""
