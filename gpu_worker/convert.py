@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shared.model_folder import ModelError
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Convert a GGUF file, or add tokenizer.json to a model folder.")
@@ -25,7 +27,8 @@ def main() -> None:
     try:
         convert(args.source.resolve(), args.dest.resolve())
     except Exception as error:  # whatever the file made transformers say: one line, for the person who named the file
-        print(" ".join(f"{type(error).__name__}: {error}".split())[:500], file=sys.stderr)
+        text = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        _say(f"error: {' '.join(text.split())[:500]}")
         sys.exit(1)
 
 
@@ -81,10 +84,14 @@ def _read_once() -> None:
 
 
 def _metadata(gguf: Path) -> dict[str, Any]:
-    """The scalar fields of the file; the vocabulary's arrays are skipped."""
+    """The scalar fields of the file; the vocabulary's arrays are skipped. ModelError unless it holds what it announces."""
     from gguf import GGUFReader, GGUFValueType
 
-    fields = GGUFReader(str(gguf)).fields
+    try:
+        fields = GGUFReader(str(gguf)).fields
+    except (ValueError, IndexError, KeyError, OverflowError):  # of numpy, at an offset or a shape
+        held = f"{gguf.stat().st_size:,} bytes"
+        raise ModelError(f"cut short or damaged ({held} do not hold what its header announces); copy it again") from None
     return {name: field.contents() for name, field in fields.items() if field.types[0] != GGUFValueType.ARRAY}
 
 

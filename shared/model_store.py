@@ -85,20 +85,37 @@ def _from_hub(model: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = FILES + WEIGHT_FILES * weights
+    held = "is not"
     try:
         folder = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
         model_folder.check(folder, weights=weights)
         return folder
-    except (OSError, ValueError):  # not there, or not all of it
+    except ModelError:
+        held = "is only in part"
+    except (OSError, ValueError):  # not there
         pass
     log.info("downloading a model", extra={"model": model})
     try:
         folder = Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(f"model {model!r} is not in the local cache and cannot be downloaded: {reason}") from None
+        raise ModelError(_why_no_download(model, held, error)) from None
     model_folder.check(folder, weights=weights)
     return folder
+
+
+def _why_no_download(model: str, held: str, error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        return f"model {model!r}: {hub} gives it only to who accepted its terms; accept them there and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{hub} has no model {model!r} that may be read; check the spelling, or set HF_TOKEN for a private one"
+    reason = " ".join(str(error.__cause__ or error).split())[:200] or type(error).__name__
+    return (
+        f"model {model!r} is no folder here, {held} in the cache {constants.HF_HUB_CACHE}, and cannot be downloaded from {hub} "
+        f"({reason}); check the name and the network, or name a folder or GGUF file"
+    )
 
 
 def _converted(gguf: Path, cache: Path) -> Path:
@@ -168,7 +185,8 @@ def _convert(source: Path, made: Path, lock: int) -> None:
         assert child.stderr is not None
         for line in child.stderr:
             last = line.strip() or last
-            print(line, end="", file=sys.stderr, flush=True)
+            if not last.startswith("error: "):
+                print(line, end="", file=sys.stderr, flush=True)
     if child.returncode or not made.is_dir():
-        why = last or f"the converter ended with {child.returncode}"
-        raise ModelError(f"{source} cannot be converted (cut short, damaged or of an unknown kind): {why}")
+        why = last.removeprefix("error: ") or f"the converter ended with {child.returncode}"
+        raise ModelError(f"{source} cannot be converted: {why}")

@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants, errors
 
 from shared import model_folder, model_store
 from shared.model_folder import ModelError, fingerprint
@@ -142,13 +144,43 @@ def test_a_snapshot_with_holes_is_completed(folder: Path, monkeypatch: pytest.Mo
     assert weights.exists()
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(*_: Any, **__: Any) -> str:
-        raise OSError("no route\n   to host")
+def refused_by_hub(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    def snapshot(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+        raise FileNotFoundError("not cached") if local_files_only else error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    expected = "model 'org/name' is not in the local cache and cannot be downloaded: no route to host"
-    assert refusal("org/name", tmp_path) == expected
+    return refusal("org/name", tmp_path)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_that_says_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = errors.LocalEntryNotFoundError("Got: ConnectError. An error happened while trying to locate the files on the Hub.")
+    error.__cause__ = OSError("no route\n   to host")
+    assert refused_by_hub(error, monkeypatch, tmp_path) == (
+        f"model 'org/name' is no folder here, is not in the cache {constants.HF_HUB_CACHE}, and cannot be downloaded from "
+        f"{constants.ENDPOINT} (no route to host); check the name and the network, or name a folder or GGUF file"
+    )
+
+
+def test_a_model_that_the_hub_does_not_know_is_no_network_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer: Any = SimpleNamespace(headers={}, request=None)
+    text = refused_by_hub(errors.RepositoryNotFoundError("404 " * 99, response=answer), monkeypatch, tmp_path)
+    assert text.startswith(f"{constants.ENDPOINT} has no model 'org/name' that may be read; check the spelling")
+    text = refused_by_hub(errors.GatedRepoError("403 " * 99, response=answer), monkeypatch, tmp_path)
+    assert "accepted its terms" in text and "HF_TOKEN" in text
+
+
+def test_a_snapshot_with_holes_and_no_network_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+    def snapshot(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+        if not local_files_only:
+            raise OSError("no route to host")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert "is only in part in the cache" in refusal("org/name", tmp_path)
 
 
 # --- made once ------------------------------------------------------------------------------------------------------
@@ -248,7 +280,8 @@ def test_a_truncated_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
     with model_store.embedded_gguf().open("rb") as whole:
         broken.write_bytes(whole.read(3 * 2**20))
     text = refusal(broken, tmp_path / "cache")
-    assert text.startswith(f"{broken} cannot be converted (cut short, ")
+    why = "cut short or damaged (3,145,728 bytes do not hold what its header announces); copy it again"
+    assert text == f"{broken} cannot be converted: {why}"
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
