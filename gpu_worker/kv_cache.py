@@ -39,10 +39,6 @@ class KVCache:
         num_pages, kv_heads, page_tokens, head_dim = pages.shape
         return pages.view(num_pages, kv_heads, head_dim, page_tokens).transpose(2, 3)
 
-    @staticmethod
-    def page_bytes(*, num_layers: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * kv_heads * page_tokens * head_dim * dtype.itemsize
-
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """i64[n] each; all sources are read before any target is written."""
         stored = self.storage.view(torch.uint8) if self.storage.dtype == FLOAT8 else self.storage

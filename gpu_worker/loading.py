@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from gpu_worker import ops
+from gpu_worker.limits import check_dtype
 from gpu_worker.memory import MemoryPlan, plan_memory
 from gpu_worker.model.linear import can_pack
 from gpu_worker.model.spec import read_spec
@@ -88,12 +89,13 @@ def _device(config: Config) -> torch.device:
 
 
 def _dtype(config: Config, checkpoint: torch.dtype, device: torch.device, *, quantized: bool = False) -> torch.dtype:
-    if device.type == "cpu" and config.dtype == "float16":
-        raise BadConfig("dtype = 'float16': a CPU computes in bfloat16 or float32")
+    check_dtype(config, on_cpu=device.type == "cpu")
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if device.type == "cpu" and quantized and can_pack(torch.bfloat16):
         return torch.bfloat16  # the type of torch's kernels for few bits
     if device.type == "cpu" and not can_pack(checkpoint):
-        return torch.float32  # this CPU has no fast arithmetic for the checkpoint's type
+        name = str(checkpoint).removeprefix("torch.")
+        log.info("a CPU has no fast arithmetic for %s: computing in float32", name)
+        return torch.float32
     return checkpoint

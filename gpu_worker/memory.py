@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.kv_cache import KVCache
+from gpu_worker.limits import CPU_KV_BYTES, bytes_of_page, check_length, check_pages
 from gpu_worker.model.spec import ModelSpec
-from shared.config import BadConfig, Config
+from shared.config import Config
 
-CPU_KV_BYTES = 512 * 2**20
 MIB = 2**20
 
 
@@ -52,26 +51,11 @@ def plan_memory(
     batched = config.max_num_batched_tokens or (1024 if on_cpu else 8192)
     weights = spec.num_parameters * dtype.itemsize if weight_bytes is None else weight_bytes
     step = _step_bytes(spec, dtype, batched, config.max_num_seqs, in_place=not on_cpu)
-    page = KVCache.page_bytes(
-        num_layers=spec.num_layers,
-        kv_heads=spec.num_kv_heads,
-        page_tokens=config.block_size,
-        head_dim=spec.head_dim,
-        dtype=page_dtype or dtype,
-    )
+    page = bytes_of_page(spec, config.block_size, (page_dtype or dtype).itemsize)
     kv_bytes = config.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else _free_bytes(config, device) - weights - step)
-    num_pages = max(0, kv_bytes) // page
-    wanted = config.max_model_len or spec.context_limit
-    if wanted > spec.context_limit:
-        raise BadConfig(f"max_model_len = {wanted}: the model allows at most {spec.context_limit} tokens")
-    pool_tokens = max(0, num_pages - 1) * config.block_size
-    if config.max_model_len > pool_tokens or pool_tokens == 0:
-        need = -(-(config.max_model_len or 1) // config.block_size) + 1
-        raise BadConfig(
-            f"memory for less than one request: {config.max_model_len or 1} tokens need {need} pages of {page:,} bytes = "
-            f"{need * page:,} bytes, there are {max(0, kv_bytes):,} (weights take {weights:,}, a step {step:,}); "
-            "lower --max-model-len or raise --kv-cache-bytes"
-        )
+    check_length(config, spec.context_limit)
+    check_pages(config, page, kv_bytes, f" (weights take {weights:,}, a step {step:,})")
+    num_pages = kv_bytes // page
     return MemoryPlan(
         weight_bytes=weights,
         step_bytes=step,
@@ -79,7 +63,7 @@ def plan_memory(
         page_dtype=page_dtype or dtype,
         num_pages=num_pages,
         page_tokens=config.block_size,
-        max_model_len=min(wanted, pool_tokens),
+        max_model_len=min(config.max_model_len or spec.context_limit, (num_pages - 1) * config.block_size),
         max_batched_tokens=batched,
         num_slots=config.max_num_seqs + 1,
     )

@@ -1,4 +1,4 @@
-"""Rotary position tables: inverse frequencies of every scaling that config.json may name, and the table made of them.
+"""Rotary position tables: inverse frequencies of every scaling, and the table made of them.
 
 Definitions: linear (kaiokendev), dynamic NTK (bloc97, emozilla), YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024),
 llama3 (Llama 3.1's release). Where a scaling depends on the length of the sequence (dynamic, longrope), the table is that of
@@ -6,32 +6,11 @@ the longest sequence this server allows: one table serves all, and cached keys s
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary parameters as read from config.json; see model/spec.py for where they stand there."""
-
-    kind: str
-    dim: int  # rotated leading dimensions of a head
-    theta: float
-    max_position_embeddings: int
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    attention_factor: float = 1.0  # both cos and sin are multiplied by it
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0
-    short_factor: tuple[float, ...] = ()  # longrope
-    long_factor: tuple[float, ...] = ()
+from gpu_worker.model.rope_config import Rope
 
 
 def cos_sin_table(rope: Rope, max_len: int) -> Tensor:

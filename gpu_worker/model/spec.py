@@ -1,14 +1,14 @@
 """A model's shape, read from config.json. Architectures are data: what differs between them stands in one table."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from gpu_worker.model.rope import ROPE_KINDS, Rope
+from gpu_worker.model.rope_config import Rope, positive, read_rope
 from shared.model_folder import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 Json = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": _Family(qkv_bias=True, o_bias=False, window="switched", default_window=4096),
     "Qwen3ForCausalLM": _Family(qk_norm=True, window="switched", default_window=4096),
 }
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,13 @@ class ModelSpec:
     windows: tuple[int, ...]  # of every layer: keys a query sees, itself included; 0: all
     rope: Rope
     max_position_embeddings: int  # the model's own limit of a sequence
-    dtype: torch.dtype  # of the checkpoint
+    dtype_name: str  # of the checkpoint
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        import torch  # only now: a start is checked without it
+
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[self.dtype_name]
 
     @property
     def context_limit(self) -> int:
@@ -85,22 +91,22 @@ def read_spec(config: Json) -> ModelSpec:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act {activation!r} is not supported (supported: silu)")
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     if heads % kv_heads or head_dim % 2:
         raise ModelError(f"config.json: {heads} heads, {kv_heads} KV heads and head size {head_dim} do not fit together")
-    num_layers = _positive(config, "num_hidden_layers")
+    num_layers = positive(config, "num_hidden_layers")
     attention_bias = bool(config.get("attention_bias", False))
     return ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=_positive(config, "intermediate_size"),
+        intermediate_size=positive(config, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=positive(config, "vocab_size"),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
@@ -109,8 +115,8 @@ def read_spec(config: Json) -> ModelSpec:
         tied_head=bool(config.get("tie_word_embeddings", False)),
         windows=_windows(config, family, num_layers),
         rope=read_rope(config, head_dim),
-        max_position_embeddings=_positive(config, "max_position_embeddings"),
-        dtype=_dtype(config),
+        max_position_embeddings=positive(config, "max_position_embeddings"),
+        dtype_name=_dtype_name(config),
     )
 
 
@@ -126,18 +132,11 @@ def _architecture(config: Json) -> str:
     raise ModelError(f"config.json: architecture {found} is not supported (supported: {', '.join(FAMILIES)})")
 
 
-def _positive(config: Json, name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise ModelError(f"config.json: {name} = {value!r}, expected a positive integer")
-    return value
-
-
-def _dtype(config: Json) -> torch.dtype:
+def _dtype_name(config: Json) -> str:
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if name not in _DTYPES:
         raise ModelError(f"config.json: dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})")
-    return _DTYPES[name]
+    return str(name)
 
 
 def _windows(config: Json, family: _Family, num_layers: int) -> tuple[int, ...]:
@@ -153,59 +152,3 @@ def _windows(config: Json, family: _Family, num_layers: int) -> tuple[int, ...]:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     first = config.get("max_window_layers", 28) if family.window == "switched" else 0
     return tuple(window if layer >= first else 0 for layer in range(num_layers))
-
-
-# --- rotary parameters: rope_scaling and rope_theta beside it, or rope_parameters with everything inside ----------------------
-
-
-def read_rope(config: Json, head_dim: int) -> Rope:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = {"su": "longrope"}.get(kind, kind)
-    if kind not in ROPE_KINDS:
-        raise ModelError(f"config.json: rope scaling {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})")
-    limit = _positive(config, "max_position_embeddings")
-    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or limit
-    partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    dim = int(head_dim * partial)
-    factor = scaling.get("factor")
-    if factor is None:
-        if kind in ("linear", "dynamic", "llama3"):
-            raise ModelError(f"config.json: rope scaling {kind!r} lacks its factor")
-        factor = limit / original
-    rope = Rope(
-        kind=kind,
-        dim=dim,
-        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        max_position_embeddings=limit,
-        original_max_position_embeddings=int(original),
-        factor=float(factor),
-        attention_factor=_attention_factor(kind, scaling, float(factor), int(original)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        short_factor=tuple(scaling.get("short_factor") or ()),
-        long_factor=tuple(scaling.get("long_factor") or ()),
-    )
-    if kind == "longrope" and not len(rope.short_factor) == len(rope.long_factor) == dim // 2:
-        found = f"{len(rope.short_factor)} and {len(rope.long_factor)}"
-        raise ModelError(f"config.json: longrope needs {dim // 2} short and long factors, found {found}")
-    return rope
-
-
-def _attention_factor(kind: str, scaling: Json, factor: float, original: int) -> float:
-    given = scaling.get("attention_factor")
-    if kind not in ("yarn", "longrope"):
-        return 1.0
-    if given is not None:
-        return float(given)
-    if factor <= 1:
-        return 1.0
-    if kind == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(original))
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return float((0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1))
-    return 0.1 * math.log(factor) + 1

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gpu_worker.limits import check_division
 from gpu_worker.model.spec import ModelSpec
 from gpu_worker.quant.weights import Weight
-from shared.config import BadConfig
 from shared.model_folder import ModelError
 
 
@@ -109,17 +109,5 @@ class Shard:
 
 def divide(spec: ModelSpec, rank: int, size: int) -> Shard:
     """The share of one rank; BadConfig with both numbers when the model cannot be divided so."""
-
-    def refuse(why: str) -> BadConfig:
-        return BadConfig(f"tensor_parallel_size = {size}: {why}")
-
-    if spec.num_heads % size:
-        raise refuse(f"the model's {spec.num_heads} attention heads cannot be divided by {size}")
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise refuse(f"neither can the model's {spec.num_kv_heads} KV heads be divided by {size} nor {size} by them")
-    if spec.intermediate_size % size:
-        raise refuse(f"the model's intermediate_size of {spec.intermediate_size} cannot be divided by {size}")
-    shard = Shard(spec, rank, size)
-    if shard.vocabulary_width * (size - 1) >= spec.vocab_size:
-        raise refuse(f"a vocabulary of {spec.vocab_size} tokens leaves a rank without any")
-    return shard
+    check_division(spec, size)
+    return Shard(spec, rank, size)

@@ -152,12 +152,17 @@ def test_a_start_that_fails_says_why_and_leaves_nobody() -> None:
     program = """
 try:
     LLM(kv_cache_bytes=1000, max_model_len=512)
+except ValueError as error:
+    print("AT ONCE", error)
+try:
+    LLM(quantization="gptq")
 except RuntimeError as error:
     print("WHY", error)
 print("LEFT", children())
 """
     printed = printed_by(program)
-    assert "WHY gpu_worker: memory for less than one request: 512 tokens" in printed
+    assert "AT ONCE memory for less than one request: 512 tokens" in printed
+    assert "WHY gpu_worker: quantization = gptq, but the checkpoint is not quantized" in printed
     assert "LEFT []" in printed
 
 
