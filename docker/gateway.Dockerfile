@@ -1,4 +1,4 @@
-# The gateway: HTTP on port 8000. No torch, no compiler, no pip in the image.
+# The gateway: HTTP on port 8000; /health, /ready and /metrics, without key or TLS, on 9100. No torch, compiler or pip in the image.
 ARG PYTHON=python:3.11-slim
 
 FROM ${PYTHON} AS packages
@@ -15,9 +15,10 @@ WORKDIR /app
 COPY shared shared
 COPY gateway gateway
 ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
-    QUIRE_HOST=0.0.0.0 QUIRE_PORT=8000 QUIRE_CACHE_DIR=/cache QUIRE_LOG_JSON=true
+    QUIRE_HOST=0.0.0.0 QUIRE_PORT=8000 QUIRE_METRICS_HOST=0.0.0.0 QUIRE_METRICS_PORT=9100 \
+    QUIRE_CACHE_DIR=/cache QUIRE_LOG_JSON=true
 USER 10001:10001
-EXPOSE 8000
+EXPOSE 8000 9100
 HEALTHCHECK --interval=5s --timeout=4s --start-period=60s --retries=3 \
-    CMD ["python", "-m", "shared.probe", "8000", "/health"]
+    CMD ["python", "-m", "shared.probe", "9100", "/health"]
 ENTRYPOINT ["python", "-m", "gateway"]

@@ -35,6 +35,6 @@ ENV PATH=/opt/torch/bin:$PATH PYTHONPATH=/opt/packages PYTHONUNBUFFERED=1 PYTHON
     TRITON_CACHE_DIR=/cache/triton HF_HOME=/cache/hub
 USER 10001:10001
 EXPOSE 9100
-HEALTHCHECK --interval=5s --timeout=4s --start-period=300s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=4s --start-period=1800s --retries=3 \
     CMD ["python", "-m", "shared.probe", "9100", "/metrics"]
 ENTRYPOINT ["python", "-m", "gpu_worker"]

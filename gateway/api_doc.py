@@ -52,9 +52,12 @@ shows the file and makes keys; it holds hashes only. A tenant may be limited in 
 under way: 429 with `Retry-After` and `x-ratelimit-*`. Prompt tokens count when they are submitted, generated ones at the end
 of the answer. While several tenants wait, each is computed in proportion to its `weight` (1, unless the file says more): what
 counts are generated tokens and prompt tokens that no cache had, within one `priority`; a full queue takes a share of each.
-Cached prompts belong to their tenant, except between tenants with `shared_cache`. `--admin-port` opens `/health`, `/ready` and
-`/metrics` on loopback, without a key, and `POST /drain/WORKER`, which `quire drain` uses: its sequences move to other workers
-at once (or wait for one), and its process ends.
+Cached prompts belong to their tenant, except between tenants with `shared_cache`.
+
+## Watching and running
+`--metrics-port` (on `--metrics-host`, 127.0.0.1) serves `/health`, `/ready` and `/metrics` without a key and without TLS:
+probes and Prometheus ask there. `--admin-port` does so on loopback, and takes `POST /drain/WORKER`, which `quire drain` uses:
+the worker's sequences move to other workers at once (or wait for one), and its process ends.
 
 ## Browsers
 `--cors-origins https://example.org,...` lets pages of these origins call; without it no answer has a CORS header.

@@ -17,7 +17,7 @@ from gateway.api_keys import ANYBODY, Tenant
 from gateway.connections import Runner
 from gateway.cors import Origins
 from gateway.errors import ApiError
-from gateway.handlers import ADMIN_ROUTES, CONFIG, KEYS, REQUEST_ID, ROUTES, SESSION, TENANT, TRACE, error_response
+from gateway.handlers import CONFIG, KEYS, PROBES, REQUEST_ID, ROUTES, SESSION, TENANT, TRACE, WATCH_ROUTES, error_response
 from gateway.operate import OPERATOR_ROUTES
 from gateway.served_model import ServedModel
 from gateway.session import Session
@@ -32,7 +32,6 @@ log = logging.getLogger("quire.gateway")
 ORIGINS = web.AppKey("origins", Origins)
 TRACER = web.AppKey("tracer", Tracer)
 OPEN = ("/health", "/ready")  # answered without a key
-PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by whoever watches: no news
 READER_S = 60.0  # that a client may take nothing of what was written for it
 IDLE_S = 75.0  # that a connection may stay open without a request; a little more than proxies keep theirs
 CLIENT_ID_CHARS = 128  # of a client's own request id, which is echoed
@@ -58,12 +57,19 @@ def create_app(session: Session, config: Config, tracer: Tracer | None = None) -
     return app
 
 
-def create_admin_app(session: Session, config: Config) -> web.Application:
-    """What watches and runs this process asks here: no keys, and no way to generate."""
+def create_watch_app(session: Session, config: Config) -> web.Application:
+    """What watches this process asks here: no keys, no TLS, and no way to generate."""
     app = web.Application(middlewares=[frame])
     app[CONFIG] = config
     app[SESSION] = session
-    app.add_routes([*ADMIN_ROUTES, *OPERATOR_ROUTES])
+    app.add_routes(WATCH_ROUTES)
+    return app
+
+
+def create_admin_app(session: Session, config: Config) -> web.Application:
+    """As the watch app, and what only operators may do."""
+    app = create_watch_app(session, config)
+    app.add_routes(OPERATOR_ROUTES)
     return app
 
 
@@ -170,13 +176,16 @@ async def serve(config: Config, model: ServedModel) -> None:
     tracer = open_tracer(config, "gateway")
     async with Session(config, model) as session:
         runner = make_runner(create_app(session, config, tracer))
-        await runner.setup()
+        watch = make_runner(create_watch_app(session, config))
         admin = make_runner(create_admin_app(session, config))
-        await admin.setup()
+        for each in (runner, watch, admin):
+            await each.setup()
         keeper = asyncio.create_task(tls.keep_fresh(certificate, config)) if certificate else None
         try:
             site = web.TCPSite(runner, config.host, config.port, ssl_context=certificate)
             await site.start()
+            if config.metrics_port:
+                await web.TCPSite(watch, config.metrics_host, config.metrics_port).start()
             if config.admin_port:
                 await web.TCPSite(admin, "127.0.0.1", config.admin_port).start()
             port = runner.addresses[0][1]
@@ -188,8 +197,8 @@ async def serve(config: Config, model: ServedModel) -> None:
         finally:
             if keeper is not None:
                 keeper.cancel()
-            await admin.cleanup()
-            await runner.cleanup()
+            for each in (admin, watch, runner):
+                await each.cleanup()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 

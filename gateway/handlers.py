@@ -325,4 +325,5 @@ ROUTES = (
     web.get("/openapi.json", description),
     web.get("/docs", documentation),
 )
-ADMIN_ROUTES = tuple(route for route in ROUTES if route.path in ("/health", "/ready", "/metrics"))
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by whoever watches: no news
+WATCH_ROUTES = tuple(route for route in ROUTES if route.path in PROBES)

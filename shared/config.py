@@ -57,7 +57,7 @@ class Config:
     tls_cert: str = _setting("", "file with the gateway's certificate chain (PEM); empty: plain HTTP")
     tls_key: str = _setting("", "file with the private key of tls_cert (PEM)")
     api_key_file: str = _setting("", "file of tenants and hashed API keys (gateway/api_keys.py); empty: no key is asked for")
-    admin_port: int = _setting(0, "port on loopback for the gateway's /health, /ready and /metrics without a key; 0: none")
+    admin_port: int = _setting(0, "port on loopback for quire drain and the gateway's /health, /ready and /metrics; 0: none")
     cors_origins: str = _setting("", "web origins that may call the gateway, separated by commas; *: all; empty: none")
     max_body_bytes: int = _setting(16 * 2**20, "bytes of one request body")
     template_timeout_s: float = _setting(2.0, "seconds one chat template may take")
@@ -86,8 +86,10 @@ class Config:
     log_json: bool = _setting(False, "one JSON object per log line instead of text")
     otlp_endpoint: str = _setting("", "OpenTelemetry collector that gets traces, as http://collector:4318; empty: no traces")
     trace_share: float = _setting(1.0, "share of the requests that are traced where the caller does not say, 0 to 1")
-    metrics_port: int = _setting(0, "port of /metrics of a scheduler or worker; 0: none")
-    metrics_host: str = _setting("127.0.0.1", "address that /metrics of a scheduler or worker listens on")
+    metrics_port: int = _setting(
+        0, "port of a role's /metrics; a gateway's /health and /ready too, without key or TLS; 0: none"
+    )
+    metrics_host: str = _setting("127.0.0.1", "address that metrics_port listens on")
 
 
 def _fail(name: str, value: object, why: str) -> NoReturn:

@@ -34,10 +34,15 @@ def targets(base: str, number: str) -> bool:
 
 
 def dashboard(base: str, file: str) -> bool:
+    """A worker that has just come back is in what rules record after the next look of theirs: waits for it."""
     expressions = [
         target["expr"] for panel in json.loads(Path(file).read_text())["panels"] for target in panel.get("targets", ())
     ]
-    empty = [expression for expression in expressions if not series(base, expression)]
+    for _ in range(30):
+        empty = [expression for expression in expressions if not series(base, expression)]
+        if not empty:
+            break
+        time.sleep(2)
     print(f"        {len(expressions)} expressions, {len(empty)} without data {empty or ''}")
     return not empty
 

@@ -5,7 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 export COMPOSE_PROJECT_NAME=quire-test QUIRE_PORTS=${QUIRE_PORTS:-18000-18002}
-export QUIRE_DTYPE=float32  # in bfloat16 a near tie may fall either way when the rows of a step are others
+WORK=$(mktemp -d)
+export QUIRE_ENV_FILE=$WORK/quire.env
+echo QUIRE_DTYPE=float32 > "$QUIRE_ENV_FILE"  # in bfloat16 a near tie may fall either way when the rows of a step are others
 FIRST_PORT=${QUIRE_PORTS%-*}
 PYTHON=${PYTHON:-.venv/bin/python}
 BUILD=${BUILD:-1}

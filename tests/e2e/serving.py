@@ -112,7 +112,7 @@ class Served(Process):
     """quire serve on free ports, ready to answer."""
 
     def __init__(self, *flags: str) -> None:
-        self.metrics_port = _free_pair()
+        self.metrics_port = _free_ports()
         super().__init__("quire.main", "serve", "--port=0", f"--metrics-port={self.metrics_port}", *flags)
         try:
             found = self.wait_for(r"^Ready in \S+ s: (http://\S+)  model (\S+)")
@@ -134,11 +134,11 @@ class Served(Process):
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
-def _free_pair() -> int:
-    """A port that is free with the one after it: the scheduler's metrics and the worker's. Below those the kernel hands out."""
+def _free_ports() -> int:
+    """The first of three free ports for the metrics of scheduler, worker and gateway. Below those the kernel hands out."""
     while True:
         port = random.randrange(20_000, 32_000)
-        if not any(why_not_bound("127.0.0.1", each) for each in (port, port + 1)):
+        if not any(why_not_bound("127.0.0.1", each) for each in range(port, port + 3)):
             return port
 
 

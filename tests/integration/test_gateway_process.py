@@ -57,7 +57,7 @@ async def stub(folder: Path, delay_s: float = 0.0) -> AsyncIterator[tuple[StubSc
 
 async def until_ready(url: str) -> None:
     async with aiohttp.ClientSession() as client:
-        for _ in range(400):
+        for _ in range(1200):
             try:
                 async with client.get(f"{url}/ready") as response:
                     if response.status == 200:

@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from gateway import tls
+from gateway.api_keys import hashed
 from shared.config import FATAL_EXIT, BadConfig, from_sources
-from tests.integration.test_gateway_process import ANSWER, free_port, gateway, stub
+from tests.integration.test_gateway_process import ANSWER, free_port, gateway, stub, until_ready
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
@@ -53,31 +54,36 @@ async def served_name(port: int) -> str:
 
 @pytest.mark.model
 async def test_the_openai_sdk_over_tls(smollm2_folder: Path, tmp_path: Path) -> None:
+    """With keys besides; probes and Prometheus need neither on a port of their own."""
     cert, key = certificate(tmp_path, "one")
-    port = free_port()
+    (tmp_path / "tenants.toml").write_text(f'[tenants.acme]\nkeys = ["{hashed("secret")}"]\n')
+    port, watched = free_port(), free_port()
     flags = (
         f"--model={smollm2_folder}",
         f"--port={port}",
         "--served-model-name=smol",
         f"--tls-cert={cert}",
         f"--tls-key={key}",
+        f"--api-key-file={tmp_path / 'tenants.toml'}",
+        f"--metrics-port={watched}",
     )
     async with stub(smollm2_folder) as (_, address), gateway(*flags, f"--gateway-link={address}"):
         trusting = ssl.create_default_context(cafile=str(cert))
         async with httpx.AsyncClient(verify=trusting) as http:
-            for _ in range(400):
-                try:
-                    if (await http.get(f"https://localhost:{port}/ready")).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.05)
-            client = openai.AsyncOpenAI(base_url=f"https://localhost:{port}/v1", api_key="x", http_client=http, max_retries=0)
+            await until_ready(f"http://127.0.0.1:{watched}")
+            client = openai.AsyncOpenAI(
+                base_url=f"https://localhost:{port}/v1", api_key="secret", http_client=http, max_retries=0
+            )
             stream = await client.chat.completions.create(
                 model="smol", messages=[{"role": "user", "content": "?"}], stream=True, max_tokens=20
             )
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]) == ANSWER
+            assert (await http.get(f"https://localhost:{port}/metrics")).status_code == 401
         async with httpx.AsyncClient() as plain:
+            counted = await plain.get(f"http://127.0.0.1:{watched}/metrics")
+            assert 'quire_gateway_tenant_tokens_total{kind="prompt",tenant="acme"}' in counted.text
+            assert (await plain.get(f"http://127.0.0.1:{watched}/v1/models")).status_code == 404
+            assert (await plain.post(f"http://127.0.0.1:{watched}/drain/w")).status_code == 404
             with pytest.raises(httpx.TransportError):
                 await plain.get(f"http://localhost:{port}/ready")
         async with httpx.AsyncClient() as stranger:  # does not know our issuer
@@ -100,7 +106,10 @@ async def test_a_renewed_certificate_is_served(tmp_path: Path) -> None:
     await asyncio.sleep(0.2)
     assert await served_name(port) == "CN=old"
     key.write_bytes(new_key.read_bytes())
-    await asyncio.sleep(0.2)
+    for _ in range(600):
+        if await served_name(port) == "CN=new":
+            break
+        await asyncio.sleep(0.05)
     assert await served_name(port) == "CN=new"
     keeper.cancel()
     server.close()

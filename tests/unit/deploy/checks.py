@@ -13,9 +13,15 @@ QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
 PORT_NAME = re.compile(r"^(?=.{1,15}$)(?=.*[a-z])[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
 WORKLOADS = ("Deployment", "Job", "StatefulSet", "DaemonSet")
 # Secrets made by hand (k8s/README.md) and names of the cluster's own.
-BY_HAND = {"quire-keys-gateway", "quire-keys-scheduler", "quire-keys-worker"}
+BY_HAND = {"quire-keys-gateway", "quire-keys-scheduler", "quire-keys-worker", "quire-tls", "quire-tenants"}
+# What answers a probe whatever keys and certificates the clients' port asks for.
+PROBED = {
+    "gateway": {("metrics", "/health"), ("metrics", "/ready")},
+    "scheduler": {("metrics", "/metrics")},
+    "worker": {("metrics", "/metrics")},
+}
 LISTENS = {
-    "gateway": {8000},
+    "gateway": {8000, 9100},
     "scheduler": {5711, 5712, 9100},
     "worker": {9100},
     "fetch": set[int](),
@@ -82,6 +88,8 @@ def check_selectors(each: Object, objects: list[Object]) -> Iterator[str]:
         for endpoint in spec["endpoints"]:
             if endpoint["port"] not in ports:
                 yield f"no service has a port named {endpoint['port']}"
+            elif endpoint["port"] != "metrics":
+                yield f"scrapes {endpoint['port']}, which may want a key or TLS"
 
 
 def _own_peers(spec: Object) -> Iterator[Object]:
@@ -100,8 +108,11 @@ def check_ports(each: Object, objects: list[Object]) -> Iterator[str]:
                 yield f"{container['name']} does not listen on {port['containerPort']}"
         names = {port["name"] for port in ports}
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            if probe in container and container[probe]["httpGet"]["port"] not in names:
+            asked = container.get(probe, {}).get("httpGet")
+            if asked and asked["port"] not in names:
                 yield f"{probe} names no port of its container"
+            elif asked and (asked["port"], asked["path"]) not in PROBED[container["name"]]:
+                yield f"{probe} asks for {asked['path']} on {asked['port']}, which may want a key or TLS"
     if each["kind"] == "Service":
         selector = {"matchLabels": each["spec"]["selector"]}
         pods = [o for o in objects if (pod := template(o)) and selects(selector, pod["metadata"]["labels"])]
@@ -139,6 +150,11 @@ def check_volumes(each: Object, objects: list[Object]) -> Iterator[str]:
             config = source.get("configMapRef")
             if config and not named(objects, "ConfigMap", config["name"]):
                 yield f"there is no config map {config['name']}"
+        for item in container.get("env", []):
+            wanted = item.get("valueFrom", {}).get("configMapKeyRef")
+            holder = wanted and named(objects, "ConfigMap", wanted["name"])
+            if wanted and wanted["key"] not in (holder or {}).get("data", {}):
+                yield f"{item['name']} is to come from {wanted['key']} of {wanted['name']}, which is not there"
 
 
 def check_quantities(each: Object, objects: list[Object]) -> Iterator[str]:

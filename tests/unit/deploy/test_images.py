@@ -31,6 +31,7 @@ OPTIONAL = {
     "gateway": {"numpy"},
     "worker": {"torch", "triton", "opentelemetry"},
 }
+LOADING_S = 1800  # that a worker may take to read its model, as in k8s/base/worker.yaml
 HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
@@ -118,12 +119,35 @@ def environment(service: dict[str, Any]) -> dict[str, str]:
 
 def compose_faults(loaded: dict[str, Any]) -> Iterator[str]:
     services = loaded["services"]
+    yield from _health_faults(services)
     for name, service in services.items():
         yield from _service_faults(name, service, loaded)
     for role, ports in (("gateway", "5711"), ("worker", "5712")):
         link = environment(services[role]).get(f"QUIRE_{role.upper()}_LINK")
         if link != f"tcp://scheduler:{ports}" or not re.search(rf"EXPOSE .*\b{ports}\b", dockerfile("scheduler")):
             yield f"{role} connects to {link}"
+
+
+def seconds(text: str) -> int:
+    return int(re.fullmatch(r"(\d+)s", text)[1])  # type: ignore[index]
+
+
+def check_of(role: str, service: dict[str, Any]) -> tuple[str, str, int]:
+    """Port, path and start period of the health check that the container really has."""
+    test, start = re.search(r"CMD (\[.*\])", dockerfile(role)), re.search(r"--start-period=(\S+)", dockerfile(role))
+    assert test and start
+    given = service.get("healthcheck", {})
+    command = given.get("test", ["CMD", *ast.literal_eval(test[1])])
+    return command[4], command[5], seconds(given.get("start_period", start[1]))
+
+
+def _health_faults(services: dict[str, Any]) -> Iterator[str]:
+    for role in ROLES:
+        port, path, start_s = check_of(role, services[role])
+        if f"QUIRE_METRICS_PORT={port} " not in dockerfile(role):
+            yield f"{role} is asked for {path} on port {port}, which may want a key or TLS"
+        if role != "scheduler" and start_s < LOADING_S:
+            yield f"{role} has {start_s} s until it must be healthy; a large model loads longer"
 
 
 def _service_faults(name: str, service: dict[str, Any], loaded: dict[str, Any]) -> Iterator[str]:
@@ -154,6 +178,8 @@ def _service_faults(name: str, service: dict[str, Any], loaded: dict[str, Any]) 
             from_sources({}, {key: value for key, value in environment(service).items() if key.startswith("QUIRE_")})
         except ValueError as error:
             yield f"{name} would refuse its settings: {error}"
+    if name in ROLES and service.get("env_file") != [{"path": "${QUIRE_ENV_FILE:-quire.env}", "required": False}]:
+        yield f"{name} has no place for other settings"
     if name in ROLES and "QUIRE_CURVE_DIR" not in environment(service):
         yield f"{name} has no keys"
 
@@ -174,6 +200,9 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "dependency": (lambda s: s["gateway"]["depends_on"].update(broker={}), "waits for broker"),
     "dockerfile": (lambda s: s["gateway"]["build"].update(dockerfile="Dockerfile"), "is built from Dockerfile"),
     "setting": (lambda s: s["worker"]["environment"].update(QUIRE_MAX_LEN="1"), "would refuse its settings"),
+    "client port": (lambda s: s["gateway"]["healthcheck"]["test"].__setitem__(4, "8000"), "asked for /ready on port 8000"),
+    "impatient": (lambda s: s["gateway"]["healthcheck"].update(start_period="300s"), "a large model loads longer"),
+    "settings": (lambda s: s["worker"].pop("env_file"), "worker has no place for other settings"),
     "no keys": (lambda s: s["worker"]["environment"].pop("QUIRE_CURVE_DIR"), "worker would refuse its settings"),
     "address": (lambda s: s["worker"]["environment"].update(QUIRE_WORKER_LINK="tcp://scheduler:5711"), "worker connects to"),
 }
@@ -185,6 +214,15 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
     loaded = copy.deepcopy(stack())
     change(loaded["services"])
     assert any(expected in fault for fault in compose_faults(loaded)), list(compose_faults(loaded))
+
+
+def test_the_options_of_the_gateway_are_settings_and_mounted() -> None:
+    for option, names in (("tls", {"QUIRE_TLS_CERT", "QUIRE_TLS_KEY"}), ("tenants", {"QUIRE_API_KEY_FILE"})):
+        gateway = yaml.safe_load((ROOT / f"compose.{option}.yaml").read_text())["services"]["gateway"]
+        (mount,) = (volume.rsplit(":", 2)[1] for volume in gateway["volumes"])
+        assert gateway["environment"].keys() == names
+        assert all(Path(file).is_relative_to(mount) for file in gateway["environment"].values())
+        from_sources({}, gateway["environment"])
 
 
 def test_each_role_sees_its_own_secret_only() -> None:

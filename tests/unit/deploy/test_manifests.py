@@ -52,16 +52,33 @@ def test_nothing_is_at_odds(overlay: str) -> None:
     assert checks.faults(objects(overlay)) == []
 
 
-def test_the_deletion_cost_option(tmp_path: Path) -> None:
-    base, component = (os.path.relpath(ROOT / "k8s" / part, tmp_path) for part in ("overlays/gpu", "components/deletion-cost"))
-    (tmp_path / "kustomization.yaml").write_text(f"namespace: quire\nresources: [{base}]\ncomponents: [{component}]\n")
-    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, check=False)
+def sound(folder: Path, kustomization: str) -> list[Object]:
+    """The objects of an overlay that somebody may write."""
+    (folder / "kustomization.yaml").write_text(kustomization)
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = checks.load(done.stdout)
     for each in found:
         if each["kind"] not in NO_SCHEMA:
             kubernetes_validate.validate(each, "1.33", strict=True)
     assert checks.faults(found) == []
+    return found
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "s3"])
+def test_the_options(overlay: str, tmp_path: Path) -> None:
+    options = ("deletion-cost", "tenants", "tls")
+    base, *components = (
+        os.path.relpath(ROOT / "k8s" / part, tmp_path)
+        for part in (f"overlays/{overlay}", *(f"components/{option}" for option in options))
+    )
+    found = sound(tmp_path, f"namespace: quire\nresources: [{base}]\ncomponents: [{', '.join(components)}]\n")
+    environment = {item["name"]: item.get("value") for item in container(found, "gateway")["env"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container(found, "gateway")["volumeMounts"]}
+    assert environment["QUIRE_API_KEY_FILE"] == f"{mounts['tenants']}/tenants.toml"
+    assert environment["QUIRE_TLS_CERT"] == f"{mounts['tls']}/tls.crt"
+    assert environment["QUIRE_TLS_KEY"] == f"{mounts['tls']}/tls.key"
+    assert spec(found, "Service", "gateway")["ports"][0]["port"] == 443
     binding = checks.named(found, "RoleBinding", "quire-deletion-cost")
     assert binding and binding["subjects"][0]["namespace"] == "quire"
 
@@ -141,6 +158,22 @@ MISTAKES: dict[str, tuple[Change, str]] = {
     "monitor port": (
         lambda o: next(e for e in o if e["kind"] == "ServiceMonitor")["spec"]["endpoints"][0].update(port="web"),
         "no service has a port named web",
+    ),
+    "monitor of the clients' port": (
+        lambda o: next(e for e in o if e["kind"] == "ServiceMonitor")["spec"]["endpoints"][0].update(port="http"),
+        "scrapes http, which may want a key or TLS",
+    ),
+    "probe of the clients' port": (
+        lambda o: container(o, "gateway")["livenessProbe"]["httpGet"].update(port="http"),
+        "livenessProbe asks for /health on http",
+    ),
+    "probe path": (
+        lambda o: container(o, "worker")["readinessProbe"]["httpGet"].update(path="/ready"),
+        "readinessProbe asks for /ready on metrics",
+    ),
+    "name of the model": (
+        lambda o: container(o, "gateway")["env"][1]["valueFrom"]["configMapKeyRef"].update(key="NAME"),
+        "QUIRE_SERVED_MODEL_NAME is to come from NAME",
     ),
     "port name": (lambda o: container(o, "worker")["ports"][0].update(name="metrics_of_worker"), "is not allowed"),
     "port number": (lambda o: container(o, "scheduler")["ports"][0].update(containerPort=5710), "does not listen on 5710"),

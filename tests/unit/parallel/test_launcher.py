@@ -61,6 +61,9 @@ def test_a_machine_of_several_gpus_holds_as_many_copies_as_fit(monkeypatch: pyte
     assert [role.name for role in one[1:]] == [f"gpu_worker-{number}" for number in range(5)]
     with pytest.raises(BadConfig, match="tensor_parallel_size = 8: this machine shows 5 GPUs"):
         roles.make_roles(Config(tensor_parallel_size=8, model="m"), gateway=False)
+    watched = roles.make_roles(Config(tensor_parallel_size=2, model="m", metrics_port=9100), gateway=True)
+    ports = {role.name: next(flag for flag in role.command if "--metrics-port" in flag)[-4:] for role in watched}
+    assert ports == {"scheduler": "9100", "gpu_worker-0-1": "9101", "gpu_worker-2-3": "9102", "gateway": "9103"}
     show(monkeypatch)
     (_, worker) = roles.make_roles(Config(tensor_parallel_size=8, model="m"), gateway=False)
     assert worker.name == "gpu_worker" and worker.environment["CUDA_VISIBLE_DEVICES"] == ""
