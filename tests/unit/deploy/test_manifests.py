@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 
+from shared import keys
 from tests.unit.deploy import checks
 from tests.unit.deploy.checks import Object
 
@@ -253,6 +256,48 @@ def test_the_schema_check_notices_a_misspelt_field() -> None:
     each = checks.named(found, "Deployment", "quire-worker")
     with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
         kubernetes_validate.validate(each, "1.33", strict=True)
+
+
+def readme_blocks(pattern: str) -> list[str]:
+    return re.findall(pattern, (ROOT / "k8s/README.md").read_text(), flags=re.MULTILINE)
+
+
+def test_the_overlay_of_the_readme(tmp_path: Path) -> None:
+    (text,) = readme_blocks(r"^```yaml\n((?s:.*?))^```")
+    place = ROOT / "k8s/overlays/own"
+    there = re.sub(r"\.\./[\w./-]+", lambda path: os.path.relpath(place / path[0], tmp_path), text)
+    found = sound(tmp_path, there)
+    name = container(found, "gateway")["env"][1]["valueFrom"]["configMapKeyRef"]["name"]
+    model = checks.named(found, "ConfigMap", name)
+    assert model and model["data"] == {"QUIRE_MODEL": "Qwen/Qwen3-8B", "QUIRE_SERVED_MODEL_NAME": "qwen3-8b"}
+    assert container(found, "worker")["image"] == "registry.example.com/quire-worker:0.1.0"
+
+
+def test_the_key_rotation_of_the_readme(tmp_path: Path) -> None:
+    """Its lines, with kubectl and docker played: at every change of the secret the scheduler admits who has a key then."""
+    lines = next(block for block in readme_blocks(r"((?:^    .*\n)+)") if "gateway-old" in block)
+    here = f'python() {{ {sys.executable} "${{@/#\\/keys/$PWD/keys}}"; }}'
+    lines = re.sub(r"python\(\) .*", lambda _: here, lines)
+    played = """
+        sleep() { true; }
+        docker() { false; }
+        kubectl() {
+            test "$3" = create || return 0
+            local role=${6#quire-keys-} made
+            made=$(find . -maxdepth 1 -name "seen-$role-*" | wc -l)
+            cp -r "keys/split/$role" "seen-$role-$made"
+        }
+    """
+    keys.main([str(tmp_path / "keys"), str(tmp_path / "keys/split")])
+    old = (tmp_path / "keys/gateway.public").read_bytes().strip()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        ["bash", "-euc", f"{textwrap.dedent(played)}\n{textwrap.dedent(lines)}"], cwd=tmp_path, env=environment, check=True
+    )
+    hubs = [keys.hub_keys(str(tmp_path / f"seen-scheduler-{number}"), "gateway") for number in (0, 1)]
+    new = keys.link_keys(str(tmp_path / "seen-gateway-0"), "gateway")
+    assert new and new.public != old
+    assert [hub and (hub.admits(old), hub.admits(new.public)) for hub in hubs] == [(True, True), (False, True)]
 
 
 def test_readme_names_every_overlay_and_secret() -> None:
