@@ -11,7 +11,7 @@ from gpu_worker import ops
 from gpu_worker.limits import check_dtype
 from gpu_worker.memory import MemoryPlan, plan_memory
 from gpu_worker.model.linear import can_pack
-from gpu_worker.model.spec import read_spec
+from gpu_worker.model.spec import Multipliers, read_spec
 from gpu_worker.model.weights import Dummy, Safetensors, load_decoder, tensor_shapes
 from gpu_worker.parallel.group import Group, Seat, join
 from gpu_worker.parallel.layers import parallelize
@@ -22,6 +22,7 @@ from gpu_worker.quant.loading import planned_bytes
 from gpu_worker.runner import Runner
 from shared import model_folder, model_store
 from shared.config import BadConfig, Config
+from shared.model_folder import ModelError
 
 log = logging.getLogger("quire.worker")
 
@@ -44,6 +45,8 @@ def load(config: Config, seat: Seat | None = None) -> Loaded:
     folder = Path(model_store.resolve(config.model, config.cache_dir))
     model = model_folder.read_config(folder)
     spec, quant = read_spec(model), read_quantization(model, config.quantization)
+    if quant is not None and (spec.fused or spec.multipliers != Multipliers()):
+        raise ModelError(f"a quantized {spec.architecture} is not supported: its matrices are fused or multiplied")
     dtype = _dtype(config, spec.dtype, device, quantized=quant is not None)
     shard = divide(spec, seat.rank, seat.size) if seat else divide(spec, 0, 1)
     group = join(seat, device, dtype, config.step_timeout_s) if seat else None

@@ -39,7 +39,7 @@ def known(matrix: Matmul) -> bool:
 
 def logits(decoder: Decoder, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
     """[1, V] of a batch of one decode row; its key and value are in the cache afterwards."""
-    ops, eps, scale = decoder.ops, decoder.spec.norm_eps, decoder.spec.head_dim**-0.5
+    ops, eps, scale = decoder.ops, decoder.spec.norm_eps, decoder.spec.attention_scale
     divided = isinstance(decoder.embedding, DividedEmbedding)
     x = decoder.embedding(batch.input_ids) if divided else embed(batch.input_ids, decoder.embedding.weight)
     for layer, (k_cache, v_cache) in zip(decoder.layers, cache, strict=True):

@@ -38,7 +38,7 @@ class Decoder:
 
     def hidden(self, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Normed hidden states [T, H] of the batch; its keys and values are in the cache afterwards."""
-        ops, eps, scale = self.ops, self.spec.norm_eps, self.spec.head_dim**-0.5
+        ops, eps, scale = self.ops, self.spec.norm_eps, self.spec.attention_scale
         residual = self.embedding(batch.input_ids)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for layer, (k_cache, v_cache), next_norm in zip(self.layers, cache, self._next_norms(), strict=True):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpu_worker.model.rope_config import Rope, positive, read_rope
 from shared.model_folder import ModelError
@@ -18,21 +18,38 @@ class _Family:
     """How an architecture differs from Llama, where config.json does not say so itself."""
 
     qkv_bias: bool | None = None  # None: as attention_bias says
-    o_bias: bool | None = None
+    o_bias: bool | str | None = None  # a key of config.json that says it; None: as attention_bias says
+    mlp_bias: bool | None = None  # None: as mlp_bias says
     qk_norm: bool = False
-    window: str = (
-        ""  # layers with sliding_window. "": none; "all"; "switched": if use_sliding_window, from max_window_layers on
-    )
+    # Layers with sliding_window. "": none; "all"; "named": all, or those that layer_types names;
+    # "switched": if use_sliding_window, from max_window_layers on, or those that layer_types names.
+    window: str = ""
     default_window: int = 0  # of a config that lacks the key
+    fused: bool = False  # the checkpoint holds q, k, v as one matrix, and gate, up
+    multiplied: bool = False  # embedding_multiplier and its like
 
 
 FAMILIES = {
     "LlamaForCausalLM": _Family(),
-    "MistralForCausalLM": _Family(qkv_bias=False, o_bias=False, window="all", default_window=4096),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, o_bias=False, window="switched", default_window=4096),
-    "Qwen3ForCausalLM": _Family(qk_norm=True, window="switched", default_window=4096),
+    "MistralForCausalLM": _Family(qkv_bias=False, o_bias=False, mlp_bias=False, window="all", default_window=4096),
+    "MinistralForCausalLM": _Family(qkv_bias=False, o_bias=False, mlp_bias=False, window="named", default_window=4096),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, o_bias=False, mlp_bias=False, window="switched", default_window=4096),
+    "Qwen3ForCausalLM": _Family(mlp_bias=False, qk_norm=True, window="switched", default_window=4096),
+    "Phi3ForCausalLM": _Family(qkv_bias=False, o_bias=False, mlp_bias=False, window="all", fused=True),
+    "GraniteForCausalLM": _Family(multiplied=True),
+    "SeedOssForCausalLM": _Family(o_bias="attention_out_bias"),
+    "InternLM3ForCausalLM": _Family(),
 }
 _DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Multipliers(NamedTuple):
+    """Factors of an architecture that scales its activations. All but attention's are multiplied into the weights."""
+
+    embedding: float = 1.0
+    attention: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    residual: float = 1.0  # of what a layer adds
+    logits: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +72,8 @@ class ModelSpec:
     rope: Rope
     max_position_embeddings: int  # the model's own limit of a sequence
     dtype_name: str  # of the checkpoint
+    fused: bool  # the checkpoint holds q, k, v as one matrix, and gate, up
+    multipliers: Multipliers
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -71,6 +90,19 @@ class ModelSpec:
         if rope.kind == "yarn":
             return max(limit, int(rope.original_max_position_embeddings * rope.factor))
         return limit
+
+    @property
+    def attention_scale(self) -> float:
+        return self.multipliers.attention or self.head_dim**-0.5
+
+    def weight_factor(self, name: str) -> float:
+        """What the named tensor is multiplied by when it is read. A tied head must not have the embedding's factor."""
+        embedding, _, residual, logits = self.multipliers
+        if name == "model.embed_tokens.weight":
+            return embedding
+        if name == "model.norm.weight":
+            return logits / embedding if self.tied_head else logits
+        return residual if ".o_proj." in name or ".down_proj." in name else 1.0
 
     @property
     def qkv_size(self) -> int:
@@ -109,14 +141,16 @@ def read_spec(config: Json) -> ModelSpec:
         vocab_size=positive(config, "vocab_size"),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+        o_bias=_o_bias(config, family),
+        mlp_bias=bool(config.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         tied_head=bool(config.get("tie_word_embeddings", False)),
         windows=_windows(config, family, num_layers),
         rope=read_rope(config, head_dim),
         max_position_embeddings=positive(config, "max_position_embeddings"),
         dtype_name=_dtype_name(config),
+        fused=family.fused,
+        multipliers=_multipliers(config) if family.multiplied else Multipliers(),
     )
 
 
@@ -139,14 +173,31 @@ def _dtype_name(config: Json) -> str:
     return str(name)
 
 
+def _o_bias(config: Json, family: _Family) -> bool:
+    if isinstance(family.o_bias, bool):
+        return family.o_bias
+    return bool(config.get(family.o_bias or "attention_bias", False))
+
+
+def _multipliers(config: Json) -> Multipliers:
+    factors = {}
+    for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"):
+        value = config.get(name, 1.0)
+        if not isinstance(value, int | float) or not value > 0:
+            raise ModelError(f"config.json: {name} = {value!r}, expected a positive number")
+        factors[name] = float(value)
+    embedding, attention, residual, scaling = factors.values()
+    return Multipliers(embedding, attention, residual, 1 / scaling)
+
+
 def _windows(config: Json, family: _Family, num_layers: int) -> tuple[int, ...]:
     window = config.get("sliding_window", family.default_window) or 0
     if not family.window or (family.window == "switched" and not config.get("use_sliding_window", False)):
         window = 0
     if not window:
         return (0,) * num_layers
-    kinds = config.get("layer_types")
-    if kinds is not None and family.window == "switched":
+    kinds = config.get("layer_types") if family.window != "all" else None
+    if kinds is not None:
         if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
             raise ModelError(f"config.json: layer_types must name sliding_attention or full_attention {num_layers} times")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -85,19 +85,49 @@ class Safetensors:
             try:
                 file = safe_open(path, framework="pt")
                 for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
+                    if name in self._files:
+                        raise ModelError(f"{path}: tensor {name} is in another file of {folder} too")
                     self._files[name] = file
                     shapes[name] = tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is damaged or no safetensors file: {error}") from None
+        self._parts = _unfuse(shapes, spec) if spec.fused else {}
         self.names = frozenset(shapes)
         _check_names(folder, plain_shapes(quant, shapes) if quant else shapes, tensor_shapes(spec), spec)
 
     def get(self, name: str) -> Tensor:
         try:
-            tensor: Tensor = self._files[name].get_tensor(name)
+            if name in self._parts:
+                fused, start, stop = self._parts[name]
+                tensor: Tensor = self._files[fused].get_slice(fused)[start:stop]
+            else:
+                tensor = self._files[name].get_tensor(name)
             return tensor
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._folder}: tensor {name} cannot be read: {error}") from None
+
+
+def _unfuse(shapes: dict[str, Shape], spec: ModelSpec) -> dict[str, tuple[str, int, int]]:
+    """Replace each fused matrix of the right size by its parts: name -> the matrix that holds it, first row and end."""
+    parts: dict[str, tuple[str, int, int]] = {}
+    q, kv, inner = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.intermediate_size
+    fused = {
+        "self_attn.qkv_proj.weight": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+        "mlp.gate_up_proj.weight": {"gate_proj": inner, "up_proj": inner},
+    }
+    for name, shape in list(shapes.items()):
+        _, _, end = name.partition("model.layers.")
+        rows = fused.get(end.partition(".")[2], {})
+        if not rows or shape != (sum(rows.values()), spec.hidden_size):
+            continue
+        del shapes[name]
+        start = 0
+        for part, height in rows.items():
+            of_part = f"{name.rsplit('.', 2)[0]}.{part}.weight"
+            parts[of_part] = name, start, start + height
+            shapes[of_part] = (height, spec.hidden_size)
+            start += height
+    return parts
 
 
 def _check_names(folder: Path, found: dict[str, Shape], wanted: dict[str, Shape], spec: ModelSpec) -> None:
@@ -197,6 +227,9 @@ class _Placing:
         """The named tensors, one under the other."""
         parts = [self._shard.cut(name, self._source.get(name)) for name in names]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        factor = self._shard.whole.weight_factor(names[0])
+        if factor != 1.0:
+            whole = whole.float() * factor
         return whole.to(device=self._device, dtype=self._dtype)
 
     def kept(self, name: str) -> Tensor:

@@ -9,15 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 from gpu_worker.loading import load
@@ -33,6 +41,10 @@ SHAPE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "factor": 1.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0], "long_factor": [2.0] * 6}  # fmt: skip
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.22, "logits_scaling": 5.0}
 MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama 2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
     "llama 3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
@@ -47,6 +59,16 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen 3 layer types": (Qwen3Config, Qwen3ForCausalLM, {
         "head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "llama linear": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR, "attention_bias": True}),
+    "mistral head size": (MistralConfig, MistralForCausalLM, {"head_dim": 32, "sliding_window": None}),
+    "ministral": (MinistralConfig, MinistralForCausalLM, {"head_dim": 16, "sliding_window": 16, "layer_types":
+                                                             ["full_attention", "sliding_attention", "sliding_attention"]}),
+    "phi 3": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 20, "pad_token_id": 0}),
+    "phi 4 mini": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": LONGROPE, "num_key_value_heads": 1, "pad_token_id": 0,
+                                                    "original_max_position_embeddings": 512, "tie_word_embeddings": True}),
+    "granite": (GraniteConfig, GraniteForCausalLM, GRANITE),
+    "granite tied": (GraniteConfig, GraniteForCausalLM, GRANITE | {"tie_word_embeddings": True, "attention_bias": True}),
+    "seed oss": (SeedOssConfig, SeedOssForCausalLM, {"head_dim": 24, "attention_bias": True, "attention_out_bias": False}),
 }  # fmt: skip
 
 

@@ -94,3 +94,17 @@ def test_what_is_unknown_is_refused_by_name(changes: dict[str, Any], words: list
 def test_the_model_type_stands_in_for_a_missing_architecture() -> None:
     config = {key: value for key, value in LLAMA.items() if key != "architectures"}
     assert read_spec(config | {"model_type": "qwen3"}).architecture == "Qwen3ForCausalLM"
+
+
+def test_a_granite_says_its_factors_and_a_tied_head_is_freed_of_the_embeddings() -> None:
+    factors = {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 8.0}
+    spec = read_spec(LLAMA | {"architectures": ["GraniteForCausalLM"]} | factors)
+    names = ("model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.bias")
+    assert [spec.weight_factor(name) for name in names] == [12.0, 0.5, 0.5]
+    assert (spec.weight_factor("model.norm.weight"), spec.attention_scale) == (1 / 8, 0.25)
+    tied = read_spec(LLAMA | {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True} | factors)
+    assert tied.weight_factor("model.norm.weight") == 1 / 96
+    llama = read_spec(LLAMA | factors)
+    assert {llama.weight_factor(name) for name in (*names, "model.norm.weight")} == {1.0}
+    with pytest.raises(ModelError, match="logits_scaling = 0, expected a positive number"):
+        read_spec(LLAMA | {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0})
