@@ -49,6 +49,9 @@ def weight_files(folder: Path | str) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index} has no weight_map")
+        bad = [name for name in weight_map.values() if not isinstance(name, str) or not name or Path(name).name != name]
+        if bad:
+            raise ModelError(f"{index}: weight_map names {bad[0]!r}, expected a file's name")
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))

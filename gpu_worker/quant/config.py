@@ -1,7 +1,7 @@
 """quantization_config of config.json -> QuantSpec; what is unknown or contradictory is refused with what was found."""
 
 from gpu_worker.quant.formats import awq, compressed, fp8, gptq
-from gpu_worker.quant.scheme import Json, QuantSpec, refuse
+from gpu_worker.quant.scheme import Json, QuantSpec, choose, refuse
 from shared.model_folder import ModelError
 
 _READERS = {
@@ -29,16 +29,9 @@ def read_quantization(config: Json, wanted: str = "auto") -> QuantSpec | None:
         return fp8.at_load()
     if not isinstance(found, dict):
         raise refuse(f"{found!r}, expected an object")
-    method = _method(found)
+    if found.get("quant_method") is None and "config_groups" in found:
+        found = found | {"quant_method": "compressed-tensors"}
+    method = choose(found, "quant_method", tuple(_READERS))
     if wanted not in ("auto", method):
         raise ModelError(f"quantization = {wanted}, but the checkpoint says {method}")
     return _READERS[method](found)
-
-
-def _method(found: Json) -> str:
-    method = found.get("quant_method")
-    if method is None and "config_groups" in found:
-        method = "compressed-tensors"
-    if method not in _READERS:
-        raise refuse(f"quant_method {method!r} is not supported (supported: {', '.join(_READERS)})")
-    return str(method)

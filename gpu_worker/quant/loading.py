@@ -61,6 +61,16 @@ class QuantLoader:
 
 def read_weight(scheme: Scheme, tensors: Mapping[str, Tensor]) -> Weight:
     """The tensors of one layer, by their last names -> its weight. KeyError names one that is missing."""
+    weight = _read(scheme, tensors)
+    if isinstance(weight, IntWeight):
+        columns, found = weight.shape[1], weight.scales.shape[1]
+        group = scheme.group or columns
+        if found != -(-columns // group):
+            raise ModelError(f"{columns} columns in groups of {group} need {-(-columns // group)} scales a row, it has {found}")
+    return weight
+
+
+def _read(scheme: Scheme, tensors: Mapping[str, Tensor]) -> Weight:
     if scheme.layout in ("gptq", "gptq_v2"):
         return gptq.read_weight(scheme, tensors)
     if scheme.layout == "awq":

@@ -75,6 +75,28 @@ def whole(config: Json, name: str, default: int | None = None) -> int:
     return value
 
 
+def group_size(config: Json, default: int) -> int:
+    """Columns per scale; -1: all."""
+    group = whole(config, "group_size", default)
+    if group != -1 and group < 1:
+        raise refuse(f"group_size = {group}, expected -1 or a positive number")
+    return group
+
+
+def texts(config: Json, name: str) -> list[str]:
+    """A list of strings; none when the field is absent."""
+    value = config.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise refuse(f"{name} = {value!r}, expected a list of names")
+    return value
+
+
+def an_object(name: str, value: Any) -> Json:
+    if not isinstance(value, dict):
+        raise refuse(f"{name} = {value!r}, expected an object")
+    return value
+
+
 def two_numbers(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and each > 0 for each in value):
         raise refuse(f"{name} = {value!r}, expected two positive numbers")

@@ -9,6 +9,14 @@ from gpu_worker.quant.scheme import Activations
 from shared.model_folder import ModelError
 
 
+def _check_scales(name: str, scales: Tensor) -> None:
+    if not scales.is_floating_point() or scales.dtype.itemsize < 2:
+        raise ModelError(f"{name} are stored as {scales.dtype}, expected float16, bfloat16 or float32")
+    bad = scales.numel() - int(torch.isfinite(scales).sum())
+    if bad:
+        raise ModelError(f"of {scales.numel()} {name} {bad} are NaN or infinite")
+
+
 @dataclass(frozen=True)
 class IntWeight:
     """w[n, k] = scales[n, groups[k]] * (codes[n, k] - zeros[n, groups[k]]); inputs are not rounded."""
@@ -30,14 +38,18 @@ class IntWeight:
     def checked(self) -> "IntWeight":
         """Itself, with the zero points left out when they say nothing; ModelError when its tensors do not fit together."""
         (n, k), found = self.shape, tuple(self.scales.shape)
+        _check_scales("scales", self.scales)
+        if self.groups.dtype not in (torch.int32, torch.int64):
+            raise ModelError(f"group numbers are stored as {self.groups.dtype}, expected int32")
         if len(found) != 2 or found[0] != n or tuple(self.groups.shape) != (k,):
             raise ModelError(f"a weight of {n} x {k} has scales of {found} and {tuple(self.groups.shape)} group numbers")
         if self.zeros is not None and self.zeros.shape != self.scales.shape:
             raise ModelError(f"scales of {found} have zero points of {tuple(self.zeros.shape)}")
         if k and not 0 <= int(self.groups.min()) <= int(self.groups.max()) < found[1]:
-            raise ModelError(f"columns name group {int(self.groups.max())}, there are scales of {found[1]}")
+            named = f"{int(self.groups.min())} to {int(self.groups.max())}"
+            raise ModelError(f"columns name groups {named}, there are scales of {found[1]}")
         says_nothing = self.zeros is not None and bool((self.zeros == self.middle).all())
-        return replace(self, zeros=None) if says_nothing else self
+        return replace(self, groups=self.groups.to(torch.int32), zeros=None if says_nothing else self.zeros)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K]: the exact products (they fit float32), then rounded once."""
@@ -82,6 +94,9 @@ class ByteWeight:
 
     def checked(self) -> "ByteWeight":
         (n, k), found = self.shape, tuple(self.scales.shape)
+        _check_scales("scales", self.scales)
+        if self.input_scale is not None:
+            _check_scales("input_scale", self.input_scale)
         if found != (n, -(-k // max(self.block, 1))):
             raise ModelError(f"a weight of {n} x {k} in blocks of {self.block} columns has scales of {found}")
         how = self.activations

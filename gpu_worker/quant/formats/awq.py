@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gpu_worker.quant.formats.words import BLOCK_ELEMENTS, in_order_groups, pack
-from gpu_worker.quant.scheme import Json, QuantSpec, Scheme, choose, everything, flag, path_part, refuse, whole
+from gpu_worker.quant.formats.words import BLOCK_ELEMENTS, check_words, in_order_groups, pack
+from gpu_worker.quant.scheme import Json, QuantSpec, Scheme, choose, everything, flag, group_size, path_part, refuse, texts
 from gpu_worker.quant.weights import IntWeight
 
 NAMES = ("qweight", "qzeros", "scales")
@@ -22,9 +22,7 @@ def read_config(config: Json) -> QuantSpec:
     layout = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm").lower()
     if layout != "gemm":
         raise refuse(f"AWQ layout {layout!r} is not supported (supported: 'gemm')")
-    group = whole(config, "group_size", 128)
-    if group != -1 and group < 1:
-        raise refuse(f"group_size = {group}, expected -1 or a positive number")
+    group = group_size(config, 128)
     name = "zero_point" if "zero_point" in config else "sym"
     symmetric = flag(config, name, name == "zero_point") != (name == "zero_point")
     scheme = Scheme(
@@ -35,7 +33,7 @@ def read_config(config: Json) -> QuantSpec:
         group=max(group, 0),
         symmetric=symmetric,
     )
-    skipped = [str(name) for name in config.get("modules_to_not_convert") or []]
+    skipped = texts(config, "modules_to_not_convert")
     rules = [(path_part([*skipped, "lm_head"]), None), (everything, scheme)]
     return QuantSpec("awq", tuple(rules))
 
@@ -50,6 +48,7 @@ def read_weight(scheme: Scheme, tensors: Mapping[str, Tensor]) -> IntWeight:
 
 def _turned(words: Tensor) -> Tensor:
     """i32[R, N / 8] -> u8[N, R]"""
+    check_words(words)
     codes = torch.empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8, device=words.device)
     step = max(BLOCK_ELEMENTS // 8 // max(words.shape[0], 1), 1)
     for start in range(0, words.shape[1], step):

@@ -6,7 +6,6 @@ weight_scale ([1], [N, 1], [N, G] or one a block), weight_zero_point i8, input_s
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +18,22 @@ from gpu_worker.quant.scheme import (
     Json,
     QuantSpec,
     Scheme,
+    an_object,
     choose,
     everything,
+    flag,
+    group_size,
     pattern,
     refuse,
+    texts,
     two_numbers,
-    whole,
 )
 from gpu_worker.quant.weights import ByteWeight, IntWeight, Weight
 from shared.model_folder import ModelError
 
 PACKED_NAMES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 PLAIN_NAMES = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
+_ORDERS = ("group", "dynamic", "weight", "static", True, False)  # the first two scatter the columns of a group
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
@@ -45,10 +48,10 @@ def read_config(config: Json) -> QuantSpec:
     if not isinstance(groups, dict) or not groups:
         raise refuse(f"config_groups = {groups!r}, expected at least one group")
     rules: list[tuple[Callable[[str], bool], Scheme | None]] = []
-    rules.append((_matcher(config.get("ignore") or [], "ignore"), None))
+    rules.append((_matcher(texts(config, "ignore"), "ignore"), None))
     for name, group in groups.items():
-        scheme = _scheme(name, group, overall)
-        rules.append((_matcher(group.get("targets") or [], f"{name}.targets"), scheme))
+        scheme = _scheme(name, an_object(name, group), overall)
+        rules.append((_matcher(texts(group, "targets"), f"{name}.targets"), scheme))
     return QuantSpec("compressed-tensors", tuple(rules), kv_scales=says_scales(config))
 
 
@@ -67,7 +70,7 @@ def _scheme(name: str, group: Json, overall: str) -> Scheme:
         raise refuse(f"{name} has no weights scheme")
     if group.get("output_activations"):
         raise refuse(f"{name} rounds output_activations, which is not supported")
-    layout = group.get("format") or overall
+    layout = choose(group, "format", _FORMATS, overall)
     kind = choose(weights, "type", ("int", "float"), "int")
     bits = choose(weights, "num_bits", (4, 8) if kind == "int" else (8,))
     usual = "group" if weights.get("group_size") else "tensor"
@@ -78,7 +81,7 @@ def _scheme(name: str, group: Json, overall: str) -> Scheme:
     if not fits.get(layout, True):
         raise refuse(f"format {layout!r} and weights of type {kind!r} contradict each other")
     inputs = group.get("input_activations")
-    activations = _activations(name, inputs, kind) if inputs else None
+    activations = _activations(name, an_object(f"{name}.input_activations", inputs), kind) if inputs else None
     packed = layout == "pack-quantized" or (layout == "mixed-precision" and kind == "int" and activations is None)
     if (packed and activations) or (kind == "int" and bits == 4 and activations):
         raise refuse(f"{name}: {bits}-bit {layout} weights with rounded activations are not supported")
@@ -87,24 +90,24 @@ def _scheme(name: str, group: Json, overall: str) -> Scheme:
         kind=kind,
         bits=bits,
         granularity=strategy,
-        group=whole(weights, "group_size") if strategy == "group" else 0,
+        group=max(group_size(weights, 0), 0) if strategy == "group" else 0,
         block=two_numbers("block_structure", weights.get("block_structure")) if strategy == "block" else (0, 0),
-        symmetric=bool(weights.get("symmetric", True)),
-        act_order=weights.get("actorder") in ("group", True),
+        symmetric=flag(weights, "symmetric", True),
+        act_order=choose(weights, "actorder", _ORDERS, False) in ("group", "dynamic", True),
         activations=activations,
     )
 
 
-def _activations(name: str, inputs: Any, kind: str) -> Activations:
+def _activations(name: str, inputs: Json, kind: str) -> Activations:
     choose(inputs, "num_bits", (8,))
     choose(inputs, "type", (kind,), "int")
-    if not inputs.get("symmetric", True):
+    if not flag(inputs, "symmetric", True):
         raise refuse(f"{name}.input_activations.symmetric = False is not supported")
     strategy = choose(inputs, "strategy", ("tensor", "token", "group"), "tensor")
     dynamic = bool(choose(inputs, "dynamic", (True, False), False))
     if not dynamic and strategy != "tensor":
         raise refuse(f"{name}.input_activations: static scales per {strategy} are not supported")
-    group = whole(inputs, "group_size") if strategy == "group" else 0
+    group = group_size(inputs, 0) if strategy == "group" else 0
     return Activations(kind="float" if kind == "float" else "int", granularity=strategy, group=group, dynamic=dynamic)
 
 
@@ -153,5 +156,7 @@ def _row_scales(tensors: Mapping[str, Tensor], n: int) -> Tensor:
 def _groups(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> Tensor:
     groups = tensors.get("weight_g_idx")
     if groups is not None and bool((groups >= 0).all()):
-        return groups.to(torch.int32)
+        return groups
+    if scheme.act_order:
+        raise ModelError("the config says actorder and the checkpoint has no weight_g_idx")
     return in_order_groups(k, scheme.group or k)

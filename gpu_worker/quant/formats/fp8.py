@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from gpu_worker.quant.kv_scales import says_scales
-from gpu_worker.quant.scheme import Activations, Json, QuantSpec, Scheme, choose, everything, path_part, refuse, two_numbers
+from gpu_worker.quant.scheme import (
+    Activations,
+    Json,
+    QuantSpec,
+    Scheme,
+    choose,
+    everything,
+    path_part,
+    refuse,
+    texts,
+    two_numbers,
+)
 from gpu_worker.quant.weights import ByteWeight
 from shared.model_folder import ModelError
 
@@ -42,8 +53,8 @@ def read_config(config: Json) -> QuantSpec:
         block=block or (0, 0),
         activations=activations,
     )
-    skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
-    rules = [(path_part([*map(str, skipped), "lm_head"]), None), (everything, scheme)]
+    skipped = texts(config, "modules_to_not_convert") or texts(config, "ignored_layers")
+    rules = [(path_part([*skipped, "lm_head"]), None), (everything, scheme)]
     return QuantSpec("fp8", tuple(rules), kv_scales=says_scales(config))
 
 

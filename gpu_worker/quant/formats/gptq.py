@@ -9,12 +9,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpu_worker.quant.formats.words import in_order_groups, unpack
-from gpu_worker.quant.scheme import Json, QuantSpec, Scheme, choose, everything, flag, path_part, pattern, refuse, whole
+from gpu_worker.quant.scheme import (
+    Json,
+    QuantSpec,
+    Scheme,
+    an_object,
+    choose,
+    everything,
+    flag,
+    group_size,
+    path_part,
+    pattern,
+    refuse,
+)
 from gpu_worker.quant.weights import IntWeight
+from shared.model_folder import ModelError
 
 NAMES = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -22,24 +34,29 @@ NAMES = ("qweight", "qzeros", "scales", "g_idx")
 def read_config(config: Json) -> QuantSpec:
     scheme = _scheme(config)
     rules: list[tuple[Callable[[str], bool], Scheme | None]] = []
-    for key, changes in (config.get("dynamic") or {}).items():
-        rules.append(_dynamic(scheme, key, changes))
+    for key, changes in an_object("dynamic", config.get("dynamic") or {}).items():
+        rules.append(_dynamic(scheme, key, an_object(f"dynamic {key!r}", changes)))
     if not flag(config, "lm_head", False):
         rules.append((path_part(["lm_head"]), None))
-    chosen = config.get("modules_in_block_to_quantize") or config.get("inside_layer_modules")
-    if chosen:
-        names = [name for each in chosen for name in ([each] if isinstance(each, str) else each)]
+    names = _names(config.get("modules_in_block_to_quantize") or config.get("inside_layer_modules") or [])
+    if names:
         rules.append((path_part(names), scheme))
     else:
         rules.append((everything, scheme))
     return QuantSpec("gptq", tuple(rules))
 
 
+def _names(chosen: Any) -> list[str]:
+    """Of layers, or of groups of layers."""
+    groups = [[each] if isinstance(each, str) else each for each in (chosen if isinstance(chosen, list) else [chosen])]
+    if not all(isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups):
+        raise refuse(f"modules_in_block_to_quantize = {chosen!r}, expected a list of names")
+    return [name for group in groups for name in group]
+
+
 def _scheme(config: Json) -> Scheme:
     bits = choose(config, "bits", (4, 8))
-    group = whole(config, "group_size", -1)
-    if group != -1 and group < 1:
-        raise refuse(f"group_size = {group}, expected -1 or a positive number")
+    group = group_size(config, -1)
     layout = choose(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if config.get("format") in ("gptq", "gptq_v2") and "checkpoint_format" not in config:
         layout = config["format"]
@@ -56,7 +73,7 @@ def _scheme(config: Json) -> Scheme:
     )
 
 
-def _dynamic(scheme: Scheme, key: str, changes: Any) -> tuple[Callable[[str], bool], Scheme | None]:
+def _dynamic(scheme: Scheme, key: str, changes: Json) -> tuple[Callable[[str], bool], Scheme | None]:
     """One per-layer rule: "-:pattern" leaves layers alone, "+:pattern" (or a bare pattern) changes some of their settings."""
     sign, text = (key[:1], key[2:]) if key[:2] in ("-:", "+:") else ("+", key)
     matches = pattern(text, "dynamic").match
@@ -65,7 +82,7 @@ def _dynamic(scheme: Scheme, key: str, changes: Any) -> tuple[Callable[[str], bo
     unknown = set(changes) - {"bits", "group_size", "sym", "desc_act"}
     if unknown:
         raise refuse(f"dynamic {key!r} changes {', '.join(sorted(unknown))}, which is not supported")
-    group = changes.get("group_size", scheme.group or -1)
+    group = group_size(changes, scheme.group or -1)
     changed = replace(
         scheme,
         bits=choose({"bits": changes.get("bits", scheme.bits)}, "bits", (4, 8)),
@@ -87,5 +104,7 @@ def read_weight(scheme: Scheme, tensors: Mapping[str, Tensor]) -> IntWeight:
     zeros = (stored + 1) & (2**scheme.bits - 1) if scheme.layout == "gptq" else stored
     groups = tensors.get("g_idx")
     if groups is None:
+        if scheme.act_order and scheme.group:
+            raise ModelError("the config says desc_act and the checkpoint has no g_idx")
         groups = in_order_groups(k, scheme.group or k)
-    return IntWeight(scheme.bits, codes, scales.t().contiguous(), zeros.contiguous(), groups.to(torch.int32)).checked()
+    return IntWeight(scheme.bits, codes, scales.t().contiguous(), zeros.contiguous(), groups).checked()

@@ -52,6 +52,23 @@ def spec(config: dict[str, Any], wanted: str = "auto") -> QuantSpec:
         (compressed({**WEIGHTS, "num_bits": 8}, {**INPUTS, "symmetric": False}, format="int-quantized"), "symmetric = False"),
         (compressed(WEIGHTS, config_groups={}), "config_groups"),
         (compressed(WEIGHTS, sparsity_config={"format": "sparse-24"}), "sparse-24"),
+        ({"quant_method": ["gptq"]}, "['gptq']"),
+        ({**GPTQ, "dynamic": ["x"]}, "dynamic = ['x'], expected an object"),
+        ({**GPTQ, "dynamic": {"+:.*": "x"}}, "expected an object"),
+        ({**GPTQ, "dynamic": {"+:.*": {"group_size": "x"}}}, "group_size = 'x'"),
+        ({**GPTQ, "dynamic": {"+:.*": {"bits": 3}}}, "bits = 3"),
+        ({**GPTQ, "modules_in_block_to_quantize": [3]}, "[3]"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert = 'lm_head'"),
+        ({**FP8, "ignored_layers": {"a": 1}}, "ignored_layers = {'a': 1}"),
+        ({**FP8, "kv_cache_scheme": "fp4"}, "kv_cache_scheme = 'fp4'"),
+        (compressed(WEIGHTS, kv_cache_scheme={"type": "int", "num_bits": 4}), "type = 'int'"),
+        (compressed(WEIGHTS, ignore=[3]), "ignore = [3]"),
+        (compressed(WEIGHTS, config_groups={"g": "x"}), "g = 'x', expected an object"),
+        (compressed(WEIGHTS, config_groups={"g": {"targets": "Linear", "weights": WEIGHTS}}), "targets = 'Linear'"),
+        (compressed(WEIGHTS, config_groups={"g": {"weights": WEIGHTS, "format": "nvfp4-packed"}}), "'nvfp4-packed'"),
+        (compressed({**WEIGHTS, "symmetric": "no"}), "symmetric = 'no'"),
+        (compressed({**WEIGHTS, "actorder": "random"}), "actorder = 'random'"),
+        (compressed({**WEIGHTS, "group_size": 0}), "group_size = 0"),
     ],
 )
 def test_refused_with_what_was_found(config: dict[str, Any], said: str) -> None:
@@ -92,6 +109,17 @@ def test_layers_left_alone() -> None:
     assert spec(ignored).scheme_of(LAYER) is None and spec(ignored).scheme_of(LAYER + "x") is not None
     fp8 = spec({**FP8, "modules_to_not_convert": ["model.layers.3.mlp"]})
     assert fp8.scheme_of(LAYER) is None and fp8.scheme_of("model.layers.30.mlp.down_proj") is not None
+
+
+@pytest.mark.parametrize(("order", "scattered"), [("group", True), ("dynamic", True), ("weight", False), (None, False)])
+def test_act_order_of_compressed_tensors(order: str | None, scattered: bool) -> None:
+    scheme = spec(compressed({**WEIGHTS, "actorder": order})).scheme_of(LAYER)
+    assert scheme is not None and scheme.act_order is scattered
+
+
+def test_a_group_of_all_columns() -> None:
+    scheme = spec(compressed({**WEIGHTS, "group_size": -1})).scheme_of(LAYER)
+    assert scheme is not None and scheme.group == 0
 
 
 def test_targets_decide_in_order() -> None:

@@ -226,7 +226,10 @@ def test_static_scale_of_zero_is_finite() -> None:
     ("weight", "said"),
     [
         (lambda: IntWeight(4, torch.zeros(4, 8, dtype=torch.uint8), torch.ones(3, 1), None, torch.zeros(8).int()), "scales of"),
-        (lambda: IntWeight(4, torch.zeros(4, 8, dtype=torch.uint8), torch.ones(4, 1), None, torch.ones(8).int()), "group 1"),
+        (
+            lambda: IntWeight(4, torch.zeros(4, 8, dtype=torch.uint8), torch.ones(4, 1), None, torch.ones(8).int()),
+            "groups 1 to 1",
+        ),
         (lambda: ByteWeight(torch.zeros(4, 8, dtype=torch.int8), torch.ones(4, 2), 8, None), "scales of"),
         (
             lambda: ByteWeight(
