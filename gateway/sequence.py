@@ -167,7 +167,7 @@ class Sequence:
     reason: int = 0  # Finish, once the choice has ended
     epoch: int = 0  # of the scheduler that was told of it last
 
-    def submit(self, welcome: GatewayWelcome, now: float) -> Submit:
+    def submit(self, welcome: GatewayWelcome, now: float, *, again: bool) -> Submit:
         recipe, prompt = self.recipe, self.prompt
         root = pages.root_hash(welcome.hash_key, recipe.salt)
         hashes = prompt.hashes(welcome, root)
@@ -203,6 +203,7 @@ class Sequence:
             weight=recipe.weight,
             request=recipe.request,
             trace=recipe.trace,
+            again=again,
         )
 
     def kept(self, now: float) -> Kept:

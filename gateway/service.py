@@ -111,14 +111,14 @@ class Service:
             return Unavailable(f"Not ready: {reason}", max(2, self._status.wait_s), self._status.state)
         return None
 
-    def submit(self, sequence: Sequence) -> None:
-        """Take charge of a sequence. While nobody is connected it waits here."""
+    def submit(self, sequence: Sequence, *, again: bool = False) -> None:
+        """Take charge of a sequence. While nobody is connected it waits here. again: it was submitted before."""
         sequence.id = self._next_id
         self._next_id += 1
         self._live[sequence.id] = sequence
         if self._welcome is not None and self._link is not None:
             sequence.epoch = self.epoch
-            self._link.send(sequence.submit(self._welcome, self._loop.time()))
+            self._link.send(sequence.submit(self._welcome, self._loop.time(), again=again))
 
     async def take(self, stream: str, tenant: str) -> list[Kept]:
         """Take a stream from whoever has it; it is nobody's until it is submitted again. Empty: there is no such stream."""
@@ -259,7 +259,7 @@ class Service:
             self._finish(sequence, reason)
             return
         self.num_resubmitted += 1
-        self.submit(sequence)
+        self.submit(sequence, again=True)
 
     # --- results
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -66,6 +67,7 @@ class Service:
         self._loaded = loaded
         self._replica = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.metrics = Metrics()
+        self._process = secrets.randbits(62)
         self._inventory = Inventory(loaded.memory.num_slots, loaded.memory.page_tokens)
         self._incarnation = 1
         self._last_step = 0
@@ -139,6 +141,7 @@ class Service:
             max_batched_tokens=memory.max_batched_tokens,
             max_model_len=memory.max_model_len,
             inventory=self._inventory.column(),
+            process=self._process,
         )
 
     def on_message(self, message: Any) -> None:

@@ -12,7 +12,6 @@ from shared.pages import HASH_BYTES
 from shared.sampling import SAMPLING_BYTES, Sampling
 
 BAD_REQUEST, TOO_MANY = 400, 429
-RESUBMITTING_S = 1.0  # after its hello a gateway submits again what it still wants
 REBUILDING_S = 60.0  # after the cell's first gateway: what comes in mid-answer was computed under an earlier scheduler
 MAX_WEIGHT = 1_000_000
 _INT32_MAX = 2**31 - 1
@@ -79,9 +78,10 @@ def admit(cell: Cell, outbox: Outbox, submit: Submit, now: float) -> Sequence | 
     if text and not seq.num_output:  # one that has output already ends with LENGTH, as if it had grown here
         return Reject(submit.id, BAD_REQUEST, "context_length_exceeded", text, "", 0.0)
     text = overload(cell, seq, now)
-    if text and not _was_admitted(cell, seq, outbox, submit, now):
+    if text and not _was_admitted(cell, seq, submit):
         return Reject(submit.id, TOO_MANY, "queue_full", text, "", predicted_wait_s(cell, now) or 1.0)
-    _rebuild(cell, seq, now)
+    if submit.again:
+        _rebuild(cell, seq, now)
     account.live += 1
     outbox.sequences[seq.id] = seq
     cell.waiting.add(seq)
@@ -129,15 +129,13 @@ def _ahead(cell: Cell, account: Account) -> float:
 def _rebuild(cell: Cell, seq: Sequence, now: float) -> None:
     """Charge what an earlier scheduler computed of it, where this one has not done so before."""
     ours = seq.order[1] >= cell.born or now > cell.born + REBUILDING_S
-    if seq.num_output and not ours and now - seq.outbox.since < RESUBMITTING_S:
+    if seq.num_output and not ours:
         seq.account.charge(seq.num_prompt - max(seq.first_cached, 0) + seq.num_output)
 
 
-def _was_admitted(cell: Cell, seq: Sequence, outbox: Outbox, submit: Submit, now: float) -> bool:
-    """It has started, is resumed, or comes with the hello of a gateway that lost its scheduler: who was let in stays in."""
-    if seq.started or seq.num_output > 0 or cell.shelf.holds(seq.stream):
-        return True
-    return submit.age_s > 0 and now - outbox.since < RESUBMITTING_S
+def _was_admitted(cell: Cell, seq: Sequence, submit: Submit) -> bool:
+    """Who was let in stays in: it is told again, has started, or is taken over."""
+    return submit.again or seq.started or seq.num_output > 0 or cell.shelf.holds(seq.stream)
 
 
 def predicted_wait_s(cell: Cell, now: float) -> float:

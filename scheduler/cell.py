@@ -18,7 +18,8 @@ from shared.messages import Finish, Reject
 
 RATE_WINDOW_S = 30.0
 MOST_ENDED = 65536  # ends that nobody has taken note of
-MAX_STRIKES = 3  # in steps with other rows; a step of its own condemns at the second
+ALONE_TOKENS = (0, 1, 16, 64, 256)  # that a sequence runs by itself after so many strikes: first only its prefill is tried
+MAX_PARDONS = 8  # of one sequence: a worker may also be silent because of it, again and again
 
 REASONS = {
     Finish.STOP: "stop",
@@ -144,9 +145,14 @@ class Cell:
             seq.strikes = 0  # it has come far since: that failure was not its own
         seq.strikes += 1
         seq.struck_len = len(seq.tokens)
-        # The first time only its prefill is tried alone; the second time also the decode steps that follow.
-        seq.alone_until = len(seq.tokens) + (1 if seq.strikes == 1 else 16)
-        if seq.max_new == 0:
-            seq.alone_until = len(seq.tokens) + 1
-        if (was_alone and seq.strikes >= 2) or seq.strikes >= MAX_STRIKES:
+        num_alone = ALONE_TOKENS[min(seq.strikes, len(ALONE_TOKENS) - 1)] if seq.max_new else 1
+        seq.alone_until = len(seq.tokens) + num_alone
+        if was_alone and seq.strikes >= 2:
             self.finish(seq, Finish.ERROR)
+
+    def pardon(self, seq: Sequence) -> None:
+        """The worker of its last strike has come back alive."""
+        if seq.strikes and seq.pardons < MAX_PARDONS:
+            seq.strikes -= 1
+            seq.pardons += 1
+            seq.alone_until = seq.alone_until if seq.strikes else 0

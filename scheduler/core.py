@@ -104,7 +104,7 @@ class Core:
                 for seq in list(outbox.sequences.values()):
                     cell.finish(seq, Finish.ABORT)
         cell.born = cell.born or now
-        cell.gateways[peer] = Outbox(peer, hello.name, hello.model, now)
+        cell.gateways[peer] = Outbox(peer, hello.name, hello.model)
         welcome = GatewayWelcome(PROTOCOL, cell.epoch, cell.page_tokens, cell.hash_key)
         return [(peer, welcome), (peer, self.status(now))]
 

@@ -53,6 +53,7 @@ class Sequence:
         "order",
         "outbox",
         "pages",
+        "pardons",
         "planned",
         "preemptions",
         "prefill_len",
@@ -116,6 +117,7 @@ class Sequence:
         self.generation = 0  # grows with every release: results of earlier rows are stale
         self.preemptions = 0
         self.strikes = 0
+        self.pardons = 0  # strikes taken back
         self.struck_len = 0  # known when it was struck last
         self.alone_until = 0  # while known is below, its plans carry nothing else
         self.started = submit.cached >= 0  # here, or under an earlier scheduler or gateway

@@ -1,10 +1,12 @@
 """Which workers there are: ranks gather into replicas, replicas come, leave and fail."""
 
 import logging
+from typing import NamedTuple
 
 from scheduler.cell import Cell
 from scheduler.commit import Out
 from scheduler.replica import Replica
+from scheduler.sequence import Sequence
 from shared.messages import PROTOCOL, Drain, Reset, WorkerHello, WorkerWelcome
 
 log = logging.getLogger("quire.scheduler")
@@ -28,6 +30,14 @@ def _folder(model: str) -> str:
     return model.partition(" ")[0]
 
 
+class _Dropped(NamedTuple):
+    """What is remembered of a replica that may come back under its name."""
+
+    certain: dict[int, bytes]  # what its pages held for certain: bounds the inventory it may come back with
+    processes: list[int]  # of its ranks, where it was gone without a word; else empty
+    struck: list[Sequence]  # whom its end was blamed on
+
+
 class Workers:
     """Peers of the worker link. A replica exists while all of its ranks are here."""
 
@@ -36,8 +46,7 @@ class Workers:
         self._hellos: dict[str, WorkerHello] = {}  # by peer: everybody who said hello and was not told to go
         self._turn = 0  # replicas that have begun
         self._faulted: set[str] = set()  # reported a fault and will say hello again
-        # What was certain about a replica's pages when it was dropped: bounds the inventory it may come back with.
-        self._certain: dict[str, dict[int, bytes]] = {}
+        self._dropped: dict[str, _Dropped] = {}  # by replica
 
     @property
     def peers(self) -> list[str]:
@@ -113,11 +122,12 @@ class Workers:
         peers = [peer for _, peer in ranks]
         replica = Replica(hellos, peers, cell.hash_key, cell.credits, now)
         inventories = [_inventory(hello) for hello in hellos]
-        certain = self._certain.pop(name, None)
+        dropped = self._dropped.pop(name, None)
+        self._pardon(dropped, hellos)
 
         def trusted(page: int, page_hash: bytes) -> bool:
             on_all = all(inventory.get(page) == page_hash for inventory in inventories)
-            return on_all and (certain is None or certain.get(page) == page_hash)
+            return on_all and (dropped is None or dropped.certain.get(page) == page_hash)
 
         replica.pool.restore([entry for inventory in inventories for entry in inventory.items()], trusted)
         cell.replicas[name] = replica
@@ -126,6 +136,13 @@ class Workers:
         log.info("replica ready", extra={"replica": name, "pages": pages, "cached": cached, "slots": replica.num_slots})
         self._turn += 1
         return [(peer, WorkerWelcome(cell.epoch, cell.credits, self._turn)) for peer in peers]
+
+    def _pardon(self, dropped: _Dropped | None, hellos: list[WorkerHello]) -> None:
+        """Whoever was only out of reach (frozen, or its link cut) was not killed by what it computed."""
+        processes = [hello.process for hello in hellos]
+        if dropped is not None and dropped.processes == processes and all(processes):
+            for seq in dropped.struck:
+                self._cell.pardon(seq)
 
     def on_gone(self, peer: str, reason: str) -> list[Out]:
         self._faulted.discard(peer)
@@ -141,12 +158,13 @@ class Workers:
         """
         cell = self._cell
         cell.counters.failovers += 1
-        self._certain[replica.name] = replica.acknowledged()
-        self._forget_certain()
         suspects = list(replica.in_flight)[: None if gone else 1]
         failing = [flight for flight in replica.in_flight if flight.step == step] or suspects
         struck = list(dict.fromkeys(seq for flight in failing for seq in flight.live))
         was_alone = replica.alone is not None
+        processes = [self._hellos[peer].process for peer in replica.peers] if gone else []
+        self._dropped[replica.name] = _Dropped(replica.acknowledged(), processes, struck)
+        self._forget_dropped()
         log.warning(
             "replica dropped",
             extra={"replica": replica.name, "reason": reason, "sequences": len(replica.running), "struck": len(struck)},
@@ -170,12 +188,12 @@ class Workers:
                 out.append((peer, Reset(reason, False)))
         return out
 
-    def _forget_certain(self) -> None:
+    def _forget_dropped(self) -> None:
         """Keep what is remembered of dropped replicas bounded; of the last one all is kept."""
-        certain = self._certain
-        num_pages = sum(map(len, certain.values()))
-        while len(certain) > 1 and (len(certain) > REMEMBERED_REPLICAS or num_pages > REMEMBERED_PAGES):
-            num_pages -= len(certain.pop(next(iter(certain))))
+        dropped = self._dropped
+        num_pages = sum(len(each.certain) for each in dropped.values())
+        while len(dropped) > 1 and (len(dropped) > REMEMBERED_REPLICAS or num_pages > REMEMBERED_PAGES):
+            num_pages -= len(dropped.pop(next(iter(dropped))).certain)
 
     def drain(self, replica: Replica, reason: str) -> list[Out]:
         """It is about to leave: its sequences move at once. The answer tells it that no plan follows those it has."""

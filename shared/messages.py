@@ -6,7 +6,7 @@ gateway, is unique within one gateway identity and never reused there.
 
 from typing import Annotated, NamedTuple, TypeAlias
 
-PROTOCOL = 6  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
+PROTOCOL = 7  # raised whenever a message changes shape or meaning; peers of another number are refused with both numbers
 
 I32 = Annotated[bytes, 4]  # column of int32
 I64 = Annotated[bytes, 8]  # column of int64
@@ -79,6 +79,7 @@ class Submit(NamedTuple):
     weight: int = 1  # of the tenant: its share of what is computed while several tenants wait
     request: str = ""  # the id under which logs know the request; empty: none
     trace: str = ""  # W3C traceparent of the span that waits for it; empty: it is not traced
+    again: bool = False  # this gateway told a scheduler of it before, who has not refused it: who was let in stays in
 
 
 STOPPED = "stop string"  # Abort.reason of sequences whose answer is whole; booked as STOP, not as ABORT
@@ -146,7 +147,8 @@ class Status(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What one step produced for all sequences of one gateway. A sequence may stand in several rows (in order)."""
+    """What one step produced for sequences of one gateway; of a large step there are several (started in the first, finished
+    in the last). A sequence may stand in several rows (in order)."""
 
     ids: I64
     indexes: I32  # output index of the token, 0-based
@@ -207,6 +209,7 @@ class WorkerHello(NamedTuple):
     max_batched_tokens: int  # tokens of all rows of one plan
     max_model_len: int
     inventory: REGISTRATIONS  # pages whose content is known, for the prefix index
+    process: int = 0  # drawn at its start: who says hello again with the same number has not died; 0: unknown
 
 
 class StepDone(NamedTuple):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp.test_utils import TestServer
 
 from gateway.app import create_admin_app
@@ -250,3 +251,20 @@ async def test_streams_of_a_frozen_gateway_go_on_when_it_wakes(toy_folder: Path)
             cell.roles["g0"].signal(signal.SIGCONT)
             await reading
             assert {name: essence(each.answer) for name, each in followers.items()} == expected
+
+
+@pytest.mark.long
+async def test_a_worker_that_is_frozen_again_and_again_costs_nobody_the_answer(toy_folder: Path) -> None:
+    async with running(toy_folder, "--delay-s=0.05") as cell:
+        asked = long_bodies(6, 120)
+        expected = await ask_all(cell, asked)
+        asking = asyncio.create_task(ask_all(cell, asked))
+        await computing(cell, len(asked))
+        worker, scheduler = cell.roles["r0"], cell.roles["scheduler"]
+        for number in range(1, 5):
+            worker.signal(signal.SIGSTOP)
+            await until(lambda: sum("replica dropped" in line for _, line in scheduler.lines) >= number, 30)  # noqa: B023
+            seen = cell.fewest_tokens()
+            worker.signal(signal.SIGCONT)
+            await until(lambda: asking.done() or cell.fewest_tokens() > seen + 3, 60)  # noqa: B023
+        assert await asking == expected

@@ -5,6 +5,7 @@ A wrong page, a stale slot, an early free, a lost delta or a plan out of order c
 """
 
 import math
+import secrets
 import struct
 from collections import deque
 
@@ -67,6 +68,7 @@ class FakeWorker:
         self.histories: list[dict[int, int]] = [{} for _ in range(num_slots)]
         self.inventory: dict[int, bytes] = {}  # pages of finished plans
         self.inbox: deque[StepPlan] = deque()
+        self._process = secrets.randbits(62)
         self.last_step = 0
         self._row_starts: dict[int, int] = {}  # of the plan that runs, by slot
         self._scored: list[tuple[int, int]] = []  # (slot, position) of its score positions
@@ -87,6 +89,7 @@ class FakeWorker:
             self.max_batched,
             self.max_len,
             column,
+            self._process,
         )
 
     def fail(self, how_far: float) -> int:

@@ -21,7 +21,7 @@ def sequence(num_prompt: int = 40, choice: int = 0, max_new: int = 100, **fields
 
 
 def submit(**fields: Any) -> Submit:
-    return sequence(**fields).submit(WELCOME, 12.5)
+    return sequence(**fields).submit(WELCOME, 12.5, again=False)
 
 
 def sampling(**fields: Any) -> Sampling:
@@ -47,9 +47,9 @@ def test_a_resumed_sequence_is_prompt_and_output_with_all_page_hashes() -> None:
     for num_prompt in (1, 15, 16, 17, 40):
         for num_output in (1, 15, 16, 33):
             resumed = sequence(num_prompt)
-            first = resumed.submit(WELCOME, 11.0)
+            first = resumed.submit(WELCOME, 11.0, again=False)
             resumed.output.extend(range(500, 500 + num_output))
-            message = resumed.submit(WELCOME, 15.0)
+            message = resumed.submit(WELCOME, 15.0, again=True)
             assert columns.read_i32(message.tokens).tolist() == [*resumed.prompt.ids, *range(500, 500 + num_output)]
             assert message.page_hashes == pages.page_hashes(WELCOME.hash_key, message.root_hash, message.tokens, 16)
             assert message[2:9] == first[2:9]
@@ -58,9 +58,9 @@ def test_a_resumed_sequence_is_prompt_and_output_with_all_page_hashes() -> None:
 
 def test_page_hashes_follow_the_scheduler_that_is_there() -> None:
     resumed = sequence()
-    before = resumed.submit(WELCOME, 11.0).page_hashes
+    before = resumed.submit(WELCOME, 11.0, again=True).page_hashes
     other = GatewayWelcome(1, 2, 32, b"other key")
-    message = resumed.submit(other, 11.0)
+    message = resumed.submit(other, 11.0, again=True)
     assert message.page_hashes != before
     assert message.page_hashes == pages.page_hashes(b"other key", message.root_hash, message.tokens, 32)
 

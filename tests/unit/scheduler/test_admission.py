@@ -139,13 +139,13 @@ def test_predicted_wait_is_limited_once_waiting_was_seen() -> None:
     assert 21 not in small.rejects
 
 
-def test_what_a_gateway_brings_with_its_hello_was_admitted_before() -> None:
+def test_what_a_gateway_tells_again_was_admitted_before_however_long_the_telling_takes() -> None:
     small = SmallCell(max_queued=1)
     small.submit(1, [1])
-    small.submit(2, [1], age_s=3.0)
+    small.now += 30.0
+    small.submit(2, [1], age_s=33.0, again=True)
     assert not small.rejects
-    small.now += 2.0
-    small.submit(3, [1], age_s=3.0)
+    small.submit(3, [1], age_s=33.0)
     assert small.rejects[3].status == 429
 
 

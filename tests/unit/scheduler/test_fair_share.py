@@ -189,9 +189,9 @@ def test_a_better_class_goes_first_and_has_its_own_shares() -> None:
 
 def test_accounts_are_rebuilt_from_what_gateways_resubmit() -> None:
     small = SmallCell()
-    small.submit(1, [1, 2, 3, 4], 30, output=[7] * 20, tenant="a", cached=3, age_s=5.0)
-    small.submit(2, [1, 2, 3, 4], 30, output=[7] * 2, tenant="b", cached=0, age_s=5.0)
-    small.submit(3, [1, 2, 3, 5], 30, tenant="b", age_s=5.0)
+    small.submit(1, [1, 2, 3, 4], 30, output=[7] * 20, tenant="a", cached=3, age_s=5.0, again=True)
+    small.submit(2, [1, 2, 3, 4], 30, output=[7] * 2, tenant="b", cached=0, age_s=5.0, again=True)
+    small.submit(3, [1, 2, 3, 5], 30, tenant="b", age_s=5.0, again=True)
     used = {name: small.cell.accounts.of(0, name, 1).num_tokens for name in "ab"}
     assert used == {"a": 1 + 20, "b": 4 + 2}
     small.join()

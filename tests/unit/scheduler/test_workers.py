@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from scheduler import workers
+from scheduler.cell import MAX_PARDONS
+from scheduler.sequence import Sequence
 from shared.columns import i32
 from shared.messages import (
     PROTOCOL,
@@ -242,6 +244,59 @@ def test_struck_sequence_runs_alone() -> None:
     assert len(small.plans[PEER]) == 2 and small.plans[PEER][0].num_decode == 2
     small.run()
     assert small.output[1] == small.output[2] == [7] * 30
+
+
+def out_of_reach(small: SmallCell, incarnation: int, process: int) -> str:
+    """The worker is gone without a word, and one says hello in its place; its peer."""
+    small.gone(f"w/r/0/{incarnation}")
+    small.plans.clear()
+    return small.join(peer=f"w/r/0/{incarnation + 1}", process=process)
+
+
+def test_a_worker_that_was_only_out_of_reach_was_not_killed_by_its_rows() -> None:
+    """Frozen again and again, or its link cut: the same process says hello."""
+    small = SmallCell()
+    peer = small.join(process=5)
+    small.submit(1, [1] * 3, max_new=100)
+    small.submit(2, [2] * 3, max_new=100)
+    for incarnation in range(1, 6):
+        small.answer(peer)
+        small.answer(peer)
+        peer = out_of_reach(small, incarnation, process=5)
+        assert small.seq(1).strikes == small.seq(2).strikes == 0
+        assert small.plans[peer][0].num_last == 2, "and nobody has to run alone"
+    small.run()
+    assert small.output[1] == small.output[2] == [7] * 100 and small.empty
+
+
+def test_who_silences_the_same_process_for_ever_is_found_all_the_same() -> None:
+    small = SmallCell()
+    peer = small.join(process=5)
+    small.submit(1, [1] * 3, max_new=100)
+    for incarnation in range(1, 30):
+        if 1 in small.ends:
+            break
+        peer = out_of_reach(small, incarnation, process=5)
+    assert small.ends == {1: Finish.ERROR} and incarnation <= MAX_PARDONS + 3, peer
+
+
+def test_nobody_is_refused_for_deaths_in_company() -> None:
+    """Somebody kills the worker again and again before 256 tokens were computed since the last time."""
+    small = SmallCell()
+    peer = small.join(process=1)
+    for number in (1, 2):
+        small.submit(number, [number] * 3, max_new=110)
+    for incarnation in range(1, 4):
+        small.run_until(lambda: small.replica().alone is None and small.replica().decoding.keys() >= both(small), peer)
+        small.answer(peer)
+        peer = out_of_reach(small, incarnation, process=1 + incarnation)
+        assert small.seq(1).strikes == small.seq(2).strikes == incarnation
+    small.run()
+    assert small.output[1] == small.output[2] == [7] * 110 and small.empty
+
+
+def both(small: SmallCell) -> set[Sequence]:
+    return {small.seq(1), small.seq(2)}
 
 
 def test_hung_step_is_noticed_and_its_worker_sent_away() -> None:
@@ -504,5 +559,6 @@ def test_what_is_remembered_of_dropped_workers_is_bounded(monkeypatch: pytest.Mo
         small.submit(number + 1, [number] * 32, 2)
         small.run()
         small.gone(f"w/r{number}/0/1")
-    certain = small.core.workers._certain
-    assert list(certain) == [f"r{number}" for number in range(95, 100)] and sum(map(len, certain.values())) == 40
+    dropped = small.core.workers._dropped
+    assert list(dropped) == [f"r{number}" for number in range(95, 100)]
+    assert sum(len(each.certain) for each in dropped.values()) == 40
