@@ -14,7 +14,7 @@ from shared.process import dies_with_parent
 
 QUICK_S = 30.0  # a process that lived shorter than this counts as failed at once
 SETTLED_S = 2.0  # whoever runs for so long while the server is ready is counted as well
-MAX_QUICK = 5  # quick ends in a row before we give up
+MAX_QUICK = 5  # quick ends in a row before we give up (never, once the server was ready and it crashes)
 MAX_BACKOFF_S = 10.0
 PROGRESS_S = 1.0  # without a terminal, a progress bar is printed this often
 
@@ -47,16 +47,16 @@ def last_words(role: Role, code: int) -> str:
 def next_start(role: Role, code: int, lived_s: float, was_ready: bool) -> float:
     """Seconds until the role that ended is started again; GaveUp when that is useless. Counts its quick ends.
 
-    Once the server was ready the settings are known to be good, so what looks fatal (a port, memory) may be the remains
-    of the process that just died: it gets the same few tries.
+    Once the server was ready the settings are known to be good and streams may wait for this role: what crashes is started
+    again for ever. What looks fatal (a port, memory) may be the remains of the process that just died: it gets a few tries.
     """
     words = last_words(role, code)
     if code == FATAL_EXIT and not was_ready:
         raise GaveUp(words)
     role.quick_ends = role.quick_ends + 1 if lived_s < QUICK_S or not was_ready else 1
-    if role.quick_ends >= MAX_QUICK:
+    if role.quick_ends >= MAX_QUICK and (code == FATAL_EXIT or not was_ready):
         raise GaveUp(f"{role.name} ended {role.quick_ends} times in a row, last: {words}")
-    return min(MAX_BACKOFF_S, 0.125 * 2.0**role.quick_ends)
+    return min(MAX_BACKOFF_S, 0.125 * 2.0 ** min(role.quick_ends, 10))
 
 
 class Supervisor:

@@ -62,13 +62,20 @@ def test_a_fatal_end_before_the_server_was_ready_is_final() -> None:
 
 
 def test_quick_ends_are_tried_again_more_and_more_slowly_and_then_given_up() -> None:
-    for was_ready, code in ((False, 1), (True, FATAL_EXIT), (True, -9)):
+    for was_ready, code in ((False, 1), (False, -9), (True, FATAL_EXIT)):
         each = Role("worker", [], {})
         delays = [next_start(each, code, 1.0, was_ready) for _ in range(MAX_QUICK - 1)]
         assert delays == sorted(delays)
         assert 0 < delays[0] < delays[-1] <= MAX_BACKOFF_S
         with pytest.raises(GaveUp, match=f"worker ended {MAX_QUICK} times in a row"):
             next_start(each, code, 1.0, was_ready)
+
+
+def test_what_crashes_while_streams_wait_for_it_is_started_again_for_ever() -> None:
+    """Requests that kill the worker one after the other, each as soon as it is ready, must not end the server."""
+    each = Role("worker", [], {})
+    delays = [next_start(each, -9, 1.0, was_ready=True) for _ in range(2000)]
+    assert delays == sorted(delays) and delays[-1] == MAX_BACKOFF_S
 
 
 def test_a_long_life_is_forgiven() -> None:
