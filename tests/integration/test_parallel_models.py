@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen 2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen 3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "num_key_value_heads": 1},
     "gptq": {"architectures": ["LlamaForCausalLM"], "quantization_config": GPTQ},
+    "gptq head": {"architectures": ["LlamaForCausalLM"], "quantization_config": GPTQ | {"lm_head": True}},
 }
 
 

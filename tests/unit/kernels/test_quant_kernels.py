@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpu_worker.kernels import fp8_linear, w4a16_linear
 from gpu_worker.quant.formats.fp8 import quantize
 from gpu_worker.quant.linear import ByteLinear
 from gpu_worker.quant.scheme import Activations
@@ -14,6 +15,7 @@ from tests.quant_kernel_checks import (
     corner_rows,
     noise,
     random_ints,
+    relative_error,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,6 +94,40 @@ def test_rounding_of_corner_rows(kind: str) -> None:
     how = Activations(kind="float" if kind == "float" else "int", granularity="token")
     check_rounding(corner_rows(200, DEVICE), how)
     check_rounding(corner_rows(200, DEVICE).to(torch.float32)[:0], how)
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+@pytest.mark.parametrize("rows", [6, 70])
+def test_corner_rows_spoil_no_others(kind: str, rows: int) -> None:
+    """B59 through rounding and product: zeros stay zeros, tiny and huge rows are finite, NaN (row 4) and what overflows (3) stay alone."""
+    how = Activations(kind="float" if kind == "float" else "int", granularity="token")
+    x = noise(rows, 200, device=DEVICE)
+    x[:6] = corner_rows(200, DEVICE)
+    values = noise(70, 200, device=DEVICE, seed=1) * 50
+    values = values.to(torch.float8_e4m3fn) if kind == "float" else values.clamp(-127, 127).to(torch.int8)
+    scales = torch.rand(1, 70, generator=torch.Generator().manual_seed(2)).to(DEVICE) / 1000
+    scales[0, 7], values[9] = 0, torch.zeros(200).to(values.dtype)
+    rounded, x_scales = fp8_linear.quantize_rows(x, how, None)
+    y = fp8_linear.byte_linear(rounded, x_scales, values, scales, 200, None, torch.float32)
+    others = [row for row in range(rows) if row not in (3, 4)]
+    assert bool((y[0] == 0).all()) and bool(y[4].isnan().all())
+    assert bool(y[others].isfinite().all()) and bool((y[others][:, [7, 9]] == 0).all())
+    right = x[5:].double() @ (values.double() * scales.double().t()).t()
+    assert relative_error(y[5:], right) < 0.05
+
+
+@pytest.mark.parametrize("rows", [6, 70])
+def test_corner_rows_of_integer_weights(rows: int) -> None:
+    packed = random_ints(40, 250, 64, bits=4, zeros=True, act_order=False, device=DEVICE)
+    x = noise(rows, 250, device=DEVICE)
+    x[:6] = corner_rows(250, DEVICE)
+    x[3] = 1e30
+    y = w4a16_linear.w4a16_linear(x, packed.words, packed.scales, packed.zeros, packed.group, packed.bits)
+    others = [row for row in range(rows) if row not in (0, 4)]
+    assert bool((y[0] == 0).all()) and bool(y[4].isnan().all()) and bool(y[others].isfinite().all())
+    exact = x[others].double() @ packed.dequantize(0, 40).double()[:, :250].t()
+    errors = (y[others].double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert bool((errors < 1e-5).logical_or(exact.norm(dim=1) < 1e-35).all())
 
 
 def test_rounding_in_groups_and_with_one_scale() -> None:

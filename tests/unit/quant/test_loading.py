@@ -20,10 +20,11 @@ from gpu_worker.loading import load as start
 from gpu_worker.model.decoder import Decoder
 from gpu_worker.model.spec import read_spec
 from gpu_worker.model.weights import Dummy, Safetensors, load_decoder, tensor_shapes
+from gpu_worker.parallel.shard import divide
 from gpu_worker.quant import export, scaling
 from gpu_worker.quant.config import read_quantization
 from gpu_worker.quant.fitting import fit, gptq
-from gpu_worker.quant.loading import planned_bytes
+from gpu_worker.quant.loading import QuantLoader, planned_bytes
 from gpu_worker.quant.weights import IntWeight
 from shared import model_folder
 from shared.config import BadConfig, Config
@@ -56,10 +57,10 @@ def plain_tensors() -> dict[str, Tensor]:
     return {name: source.get(name) for name in source.names}
 
 
-def gptq_folder(folder: Path) -> dict[str, Tensor]:
-    """Writes one; the dequantized weights of its layers."""
+def gptq_folder(folder: Path, ends: tuple[str, ...] = ("_proj.weight",)) -> dict[str, Tensor]:
+    """Writes one whose matrices of these names are quantized; their dequantized weights."""
     tensors, values = plain_tensors(), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(ends)]:
         weight = tensors.pop(name)
         k = weight.shape[1]
         grid = fit(weight, torch.ones(k), bits=4, group=32, symmetric=False)
@@ -82,6 +83,26 @@ def test_fused_matrices_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(layer.qkv(x), x @ qkv.t(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.gate_up(x), x @ gate_up.t(), rtol=1e-4, atol=1e-4)
     assert layer.qkv.num_bytes < qkv.nbytes / 2  # small sizes are filled up to whole blocks
+
+
+def test_a_quantized_head_of_a_padded_vocabulary(tmp_path: Path) -> None:
+    """120 tokens are no whole tile; ranks of a vocabulary that they cannot share evenly have 48, 48 and 24 of its rows."""
+    values = gptq_folder(tmp_path, ("_proj.weight", "lm_head.weight"))
+    config = model_folder.read_config(tmp_path)
+    config["quantization_config"]["lm_head"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    exact = x @ values["lm_head.weight"].t()
+    torch.testing.assert_close(load(tmp_path).head(x), exact, rtol=1e-4, atol=1e-4)
+    spec, quant = read_spec(config), read_quantization(config)
+    assert quant is not None and quant.scheme_of("lm_head") is not None
+    get = Safetensors(tmp_path, spec, quant)
+    shards = [dataclasses.replace(divide(spec, 0, 1), rank=rank, size=3) for rank in range(3)]
+    parts = [QuantLoader(quant, get.get, get.names, CPU, torch.float32, shard.cut_quantized) for shard in shards]
+    heads = [part.linear(["lm_head"], None) for part in parts]
+    products = [head(x) for head in heads if head]
+    assert [product.shape[1] for product in products] == [shard.vocabulary[1] - shard.vocabulary[0] for shard in shards]
+    torch.testing.assert_close(torch.cat(products, 1), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_float8_at_load(tmp_path: Path) -> None:
@@ -217,11 +238,10 @@ def test_a_folder_that_says_float16(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
     (tmp_path / "tokenizer.json").write_text("{}")
     base = Config(model=str(tmp_path), device="cpu", kv_cache_bytes=2**20, max_num_seqs=2, cpu_threads=1)
-    for dtype in ("auto", "float32"):
-        driver = Driver(start(dataclasses.replace(base, dtype=dtype)).runner)
-        sequence = driver.add([5, 6, 7], GREEDY._replace(logprobs=0))
-        driver.generate(3)
-        assert len(sequence.output) == 3 and all(math.isfinite(value) for value in sequence.logprobs)
+    driver = Driver(start(base).runner)
+    sequence = driver.add([5, 6, 7], GREEDY._replace(logprobs=0))
+    driver.generate(3)
+    assert len(sequence.output) == 3 and all(math.isfinite(value) for value in sequence.logprobs)
     with pytest.raises(BadConfig, match="float16"):
         start(dataclasses.replace(base, dtype="float16"))
     assert _dtype(base, torch.float16, torch.device("cuda"), quantized=True) == torch.float16
