@@ -25,6 +25,7 @@ from benchmarks.gateway_relay import TEXT, Stream, child, cpu_s, wait_ready
 from shared import model_store
 from shared.config import Config
 
+ASCII_TEXT = "The quick brown fox jumps over the lazy dog. "  # every token completes a character, so every token is a chunk
 WATCHED = 20  # streams that this process reads
 HEALTH_EVERY_S = 0.05
 TARGET_HEALTH_MS, TARGET_RISE_MS = 50, 20
@@ -62,7 +63,7 @@ def gaps_ms_p99(streams: list[Watched], start: float, end: float) -> float:
 async def gateway(folder: Path, streams: int, tokens: int, pace: float) -> AsyncIterator[tuple[str, int]]:
     """A gateway over a fake scheduler that plays once so many streams are there: its address and process id."""
     me = ("-m", "benchmarks.gateway_relay", "--role", "scheduler", "--streams", streams, "--tokens", tokens)
-    scheduler = child(*me, "--pace", pace, "--model", folder)
+    scheduler = child(*me, "--pace", pace, "--model", folder, "--text", ASCII_TEXT)
     assert scheduler.stdout is not None
     address = (await asyncio.to_thread(scheduler.stdout.readline)).strip()
     port = random.randrange(20000, 30000)

@@ -2,8 +2,8 @@
 
 usage: python -m benchmarks.gateway_relay [--streams 256] [--tokens 400] [--clients 1] [--chat] [--runs 3] [--steps 200,300,400]
 
-The fake scheduler speaks the real Hub and sends one Tokens message with a row for every stream, so many steps a second (0: as
-fast as it may; then steps pile up and share writes, which flatters). Clients check that every stream ends well with all its
+The fake scheduler speaks the real Hub and sends Tokens with a row for every stream, so many steps a second (0: as fast as
+it may; then steps pile up and share writes, which flatters). Clients check that every stream ends well with all its
 tokens; they are bare sockets, so that the gateway and not its client is measured.
 Prints tokens/s, the processor time the gateway spends on a token (hardly changed by who else uses the machine; user + system),
 and from the two how busy it is.
@@ -25,7 +25,8 @@ import aiohttp
 import uvloop
 
 from gateway.tokenizer import Tokenizer
-from shared import columns, model_store
+from scheduler.outbox import Outbox
+from shared import model_store
 from shared.codec import Codec
 from shared.config import Config
 from shared.messages import (
@@ -38,7 +39,6 @@ from shared.messages import (
     GatewayWelcome,
     Status,
     Submit,
-    Tokens,
 )
 from shared.wire import Hub
 
@@ -89,33 +89,26 @@ class Relay:
     async def play(self, streams: list[int]) -> None:
         assert self.hub is not None
         rows = len(streams)
-        ids = columns.i64(streams)
+        box = Outbox(self.peer, "", "")
         await asyncio.sleep(0.5)  # all streams are open: the steps alone are measured
         started = time.perf_counter()
         for step in range(self.tokens):
-            last = step == self.tokens - 1
-            message = Tokens(
-                ids=ids,
-                indexes=columns.i32([step] * rows),
-                tokens=columns.i32([self.ids[(step + row) % len(self.ids)] for row in range(rows)]),
-                logprobs=b"",
-                top_width=0,
-                top_ids=b"",
-                top_logprobs=b"",
-                started_ids=ids if step == 0 else b"",
-                started_cached=columns.i32([0] * rows) if step == 0 else b"",
-                finished_ids=ids if last else b"",
-                finished_reasons=bytes([Finish.LENGTH]) * rows if last else b"",
-            )
-            self.hub.send(self.peer, message)
+            box.ids, box.indexes = streams, [step] * rows
+            box.tokens = [self.ids[(step + row) % len(self.ids)] for row in range(rows)]
+            if step == 0:
+                box.started_ids, box.started_cached = streams, [0] * rows
+            if step == self.tokens - 1:
+                box.finished_ids, box.finished_reasons = streams, [Finish.LENGTH] * rows
+            for peer, message in box.flush():
+                self.hub.send(peer, message)
             if self.pace:
                 await asyncio.sleep(max(0.0, started + (step + 1) / self.pace - time.perf_counter()))
             else:
                 await asyncio.sleep(0)
 
 
-async def schedule(streams: int, tokens: int, pace: float, folder: Path) -> None:
-    ids = Tokenizer(folder).encode(TEXT * 4, False)
+async def schedule(streams: int, tokens: int, pace: float, folder: Path, text: str) -> None:
+    ids = Tokenizer(folder).encode(text * 4, False)
     relay = Relay(streams, tokens, pace, ids)
     relay.hub = Hub("tcp://127.0.0.1:0", Codec(GATEWAY_TO_SCHEDULER), relay, heartbeat_s=0.5, silence_s=30)
     print(relay.hub.address, flush=True)
@@ -231,13 +224,14 @@ def main() -> None:
     parser.add_argument("--role", default="")
     parser.add_argument("--url", default="")
     parser.add_argument("--model", default="")
+    parser.add_argument("--text", default=TEXT, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     folder = model_store.resolve(arguments.model, Config().cache_dir)
     if arguments.role == "client":
         uvloop.run(client(arguments.url, arguments.streams, arguments.tokens, arguments.chat))
         return
     if arguments.role == "scheduler":
-        uvloop.run(schedule(arguments.streams, arguments.tokens, arguments.pace, folder))
+        uvloop.run(schedule(arguments.streams, arguments.tokens, arguments.pace, folder, arguments.text))
         return
     steps = [float(each) for each in arguments.steps.split(",")]
     options = Options(arguments.streams, arguments.tokens, arguments.clients, arguments.chat, arguments.runs, steps)

@@ -29,6 +29,7 @@ log = logging.getLogger("quire.wire")
 
 SEND_QUEUE_FRAMES = 100_000  # per peer; a peer this far behind is treated as gone
 REFUSALS_LOGGED_S = 10.0  # strangers may knock often; a line at most this often
+TURN_S = 0.005  # of the loop's time for frames that have arrived, before others have theirs
 RETRY_S = 0.2  # pause between attempts to reach a peer that is not there
 
 
@@ -81,21 +82,19 @@ class _Socket:
             self._read_again = self._loop.call_soon(self.read)
 
     def read(self) -> None:
-        """Hand out what has arrived, a bounded number of frames at a time."""
+        """Hand out what has arrived, for a bounded time."""
         if self._read_again is not None:
             self._read_again.cancel()
             self._read_again = None
         try:
-            for frames in self._frames(limit=256):
+            for frames in self._frames(time.monotonic() + TURN_S):
                 self._on_frames(frames)
         finally:  # a handler that fails must not cost us the edge: nobody would tell us again
             if not self.zmq.closed and self._option(zmq.EVENTS) & zmq.POLLIN:
                 self._schedule_read()
 
-    def _frames(self, limit: int) -> Iterator[list[bytes]]:
-        for _ in range(limit):
-            if self.zmq.closed:
-                return
+    def _frames(self, until: float) -> Iterator[list[bytes]]:
+        while not self.zmq.closed and time.monotonic() < until:  # (uvloop's own clock stands still within a callback)
             try:
                 yield self.zmq.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

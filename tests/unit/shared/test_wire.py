@@ -1,9 +1,11 @@
 """Hub and Link over real sockets: who is known, who is gone, and that nothing is lost without somebody being told."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -295,6 +297,34 @@ async def test_a_bad_frame_from_the_hub_opens_a_new_incarnation() -> None:
         hub._socket.send_frames([hub.peers[0].encode(), b"\xc1"])
         await until(lambda: len(scheduler.hellos) == 2)
         assert gateway.lost[0][0].startswith("bad frame")
+
+
+async def test_others_have_their_turn_between_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "TURN_S", 0.0005)
+    turns = 0
+    seen: list[int] = []  # how often others had had their turn when a message came
+
+    class Slow(Gateway):
+        def on_message(self, message: Any) -> None:
+            time.sleep(0.002)
+            seen.append(turns)
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    scheduler = Scheduler()
+    hub = open_hub(scheduler)
+    async with running(hub, open_link(Slow(), hub.address)):
+        await until(lambda: seen)
+        task = asyncio.create_task(other())
+        for _ in range(40):
+            hub.send(hub.peers[0], Drain("x"))
+        await until(lambda: len(seen) == 41)
+        task.cancel()
+    assert all(later > earlier for earlier, later in itertools.pairwise(seen)), seen
 
 
 async def test_send_to_a_gone_or_unknown_peer_is_reported() -> None:
