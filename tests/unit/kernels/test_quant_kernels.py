@@ -99,7 +99,7 @@ def test_rounding_of_corner_rows(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["float", "int"])
 @pytest.mark.parametrize("rows", [6, 70])
 def test_corner_rows_spoil_no_others(kind: str, rows: int) -> None:
-    """B59 through rounding and product: zeros stay zeros, tiny and huge rows are finite, NaN (row 4) and what overflows (3) stay alone."""
+    """B59: zeros stay zeros, tiny and huge rows are finite, NaN (row 4) and what overflows in the product (3) stay alone."""
     how = Activations(kind="float" if kind == "float" else "int", granularity="token")
     x = noise(rows, 200, device=DEVICE)
     x[:6] = corner_rows(200, DEVICE)
