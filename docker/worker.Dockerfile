@@ -32,7 +32,7 @@ COPY shared shared
 COPY gpu_worker gpu_worker
 ENV PATH=/opt/torch/bin:$PATH PYTHONPATH=/opt/packages PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     QUIRE_METRICS_HOST=0.0.0.0 QUIRE_METRICS_PORT=9100 QUIRE_CACHE_DIR=/cache QUIRE_LOG_JSON=true \
-    TRITON_CACHE_DIR=/cache/triton HF_HOME=/cache/hub
+    TRITON_CACHE_DIR=/cache/triton HF_HOME=/cache/hub QUIRE_DEVICE=$VARIANT
 USER 10001:10001
 EXPOSE 9100
 HEALTHCHECK --interval=5s --timeout=4s --start-period=1800s --retries=3 \

@@ -21,6 +21,7 @@ PASSED=0 FAILED=0
 compose() { docker compose --progress quiet -f compose.yaml -f compose.cpu.yaml "$@"; }
 container() { docker ps -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
     --filter "label=com.docker.compose.service=$1" | head -1; }
+first_port() { docker port "$(container gateway)" 8000/tcp | head -1 | sed 's/.*://'; }
 urls() { for number in 0 1 2; do echo "http://127.0.0.1:$((FIRST_PORT + number))/v1"; done; }
 
 check() {  # NAME COMMAND...: one line of the result
@@ -65,12 +66,47 @@ crash() {  # the process dies by itself, and the restart policy brings it back
     compose exec -T "$1" python -c "import os; [os.kill(int(p), 9) for p in os.listdir('/proc')
         if p.isdigit() and 1 < int(p) < os.getpid() and b'-m' in open(f'/proc/{p}/cmdline', 'rb').read()]" || true
 }
-ask() { "$PYTHON" tests/compose/metrics.py "http://$(docker inspect -f \
-    "{{(index .NetworkSettings.Networks \"${COMPOSE_PROJECT_NAME}_inner\").IPAddress}}" "$(container prometheus)"):9090" "$@"; }
+ask() { "$PYTHON" tests/compose/metrics.py "http://$(address "$(container prometheus)"):9090" "$@"; }
 freeze() { docker pause "$(container "$1")"; local status=0; ask firing QuireNoProgress 150 || status=1
     docker unpause "$(container "$1")"; return "$status"; }
 partition() { local who; who=$(container "$1"); docker network disconnect "${COMPOSE_PROJECT_NAME}_inner" "$who"; sleep 8
     docker network connect --alias "$1" "${COMPOSE_PROJECT_NAME}_inner" "$who"; }
+
+move_scheduler() {  # it comes back under another address: a rolling update, seen from its peers
+    local who network before
+    who=$(container scheduler) network="${COMPOSE_PROJECT_NAME}_inner"
+    before=$(address "$who")
+    docker network disconnect "$network" "$who"
+    docker run -d --rm --name "$COMPOSE_PROJECT_NAME-squatter" --network "$network" --entrypoint sleep quire-scheduler:0.1.0 120
+    docker network connect --alias scheduler "$network" "$who"
+    docker kill "$COMPOSE_PROJECT_NAME-squatter"
+    test "$(address "$who")" != "$before"
+}
+two_workers() {
+    # shellcheck disable=SC2086
+    compose up -d --wait --no-build --scale worker=2 --scale gateway=3 $ROLES $MONITORED
+}
+one_worker() { compose up -d --no-build --no-deps --scale worker=1 worker; }
+
+over_tls() {  # clients need a certificate and a key, probes and Prometheus neither
+    local key url get=(curl --silent --max-time 60 --cacert "$WORK/tls/tls.crt")
+    mkdir "$WORK/tls"
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost \
+        -addext subjectAltName=DNS:localhost -keyout "$WORK/tls/tls.key" -out "$WORK/tls/tls.crt" 2> /dev/null
+    docker run --rm --entrypoint python quire-gateway:0.1.0 -m gateway.api_keys > "$WORK/made"
+    key=$(sed -n 's/^key: *//p' "$WORK/made")
+    { echo "[tenants.one]"; sed -n 's/^file: *//p' "$WORK/made"; } > "$WORK/tenants.toml"
+    chmod -R a+rX "$WORK"
+    # shellcheck disable=SC2086
+    QUIRE_TLS=$WORK/tls QUIRE_TENANTS=$WORK/tenants.toml compose -f compose.tls.yaml -f compose.tenants.yaml \
+        up -d --wait --no-build $ROLES $MONITORED || return 1
+    url=https://localhost:$(first_port)/v1/models
+    test "$("${get[@]}" -o /dev/null -w '%{http_code}' "$url")" = 401 || return 1
+    "${get[@]}" -H "Authorization: Bearer $key" "$url" | grep -o '"id": *"[^"]*"' || return 1
+    test -n "$MONITORED" || return 0
+    for _ in {1..24}; do if ask targets 3; then return 0; else sleep 5; fi; done
+    return 1
+}
 
 followed() {  # one request that Prometheus names is in the logs of all roles
     local id role
@@ -83,6 +119,7 @@ not_root() { test "$(compose exec -T "$1" python -c 'import os; print(os.getuid(
 read_only() { ! compose exec -T "$1" python -c 'open("/app/x", "w")' 2> /dev/null; }
 keys_apart() {  # each role has its own secret and no other's
     test "$(compose exec -T "$1" python -c 'import os; print([f for f in os.listdir("/keys") if f.endswith(".secret")])')" = "['$1.secret']"; }
+address() { docker inspect -f "{{(index .NetworkSettings.Networks \"${COMPOSE_PROJECT_NAME}_inner\").IPAddress}}" "$1"; }
 published() { test "$(docker ps --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" --format '{{.Names}} {{.Ports}}' \
     | grep -- '->' | grep -vc gateway)" = 0; }
 
@@ -94,13 +131,12 @@ nothing_left() {
     test -z "$left"
 }
 
-trap clean EXIT
+trap 'clean; rm -rf "$WORK"' EXIT
 clean || true
 if [ "$BUILD" = 1 ]; then compose build --quiet keys model gateway; fi
 # shellcheck disable=SC2086
 check "up --wait" compose up -d --wait --no-build --quiet-pull $ROLES $MONITORED
-QUIRE_FIRST=$(docker port "$(container gateway)" 8000/tcp | head -1 | sed 's/.*://')
-check "the OpenAI SDK gets Paris" paris "$QUIRE_FIRST"
+check "the OpenAI SDK gets Paris" paris "$(first_port)"
 for role in $ROLES; do
     check "$role: not root" not_root "$role"
     check "$role: read-only root" read_only "$role"
@@ -115,6 +151,9 @@ check "streams survive a crash of the scheduler" while_loaded crash scheduler
 check "streams survive docker kill of the scheduler" while_loaded kill_and_start scheduler
 check "streams survive a gateway cut off from the network for 8 s" while_loaded partition gateway
 check "streams survive the worker cut off from the network for 8 s" while_loaded partition worker
+check "streams survive a scheduler that comes back under another address" while_loaded move_scheduler
+check "--scale worker=2" two_workers
+check "streams survive --scale worker=1" while_loaded one_worker
 if [ -n "$MONITORED" ]; then
     check "Prometheus scrapes every role" ask targets 5
     check "every expression of the dashboard returns data" ask dashboard monitoring/grafana/quire.json
@@ -126,6 +165,7 @@ else
     echo "        Prometheus' image is not to be had: its checks are left out"
 fi
 check "Paris after all that" paris "$FIRST_PORT"
+check "HTTPS and API keys: the stack is healthy and scraped" over_tls
 compose logs --no-log-prefix scheduler 2>&1 | grep -E '"level": "(error|critical)"' | head -5 || true
 docker image ls --format '        {{.Repository}}:{{.Tag}}  {{.Size}}' | grep -E 'quire-|python:3.11-slim' || true
 clean

@@ -85,6 +85,13 @@ def test_torch_is_that_of_the_makefile() -> None:
     assert wanted and wanted[1] in (ROOT / "Makefile").read_text()
 
 
+def test_a_worker_without_its_gpu_does_not_start_on_the_cpu() -> None:
+    final = dockerfile("worker").split("FROM ${PYTHON}")[-1]
+    assert "ARG VARIANT=cuda\n" in final and re.search(r"ENV [^#]*QUIRE_DEVICE=\$VARIANT\n", final)
+    for variant in ("cuda", "cpu"):
+        assert from_sources({}, {"QUIRE_DEVICE": variant}).device == variant
+
+
 def imports(folder: Path) -> Iterator[str]:
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
