@@ -221,7 +221,7 @@ class Service:
             case GatewayWelcome():
                 self._on_welcome(message)
             case Kept():
-                self._takeovers.on_kept(message)
+                self._takeovers.on_kept(message, self._loop.time())
             case DrainAnswer():
                 self._drains.on_answer(message)
             case Drain():

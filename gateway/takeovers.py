@@ -1,11 +1,11 @@
 """The gateway's end of streams that change hands: questions under way, and what a new scheduler has to be told.
 
 The scheduler keeps what its gateways leave or finish, for a grace time. A scheduler that has just started knows nothing of
-that, so every gateway remembers what it left itself, and says it again.
+that, so every gateway remembers what it left itself, and what the scheduler entrusted to it of others, and says it again.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from typing import NamedTuple
 
 from gateway.errors import Unavailable
@@ -37,6 +37,8 @@ class Takeovers:
         self._last_ask = 0
         self._left: deque[_Left] = deque()
         self._num_bytes = 0
+        self._entrusted: OrderedDict[str, dict[int, _Left]] = OrderedDict()  # by stream and choice, of other gateways
+        self._entrusted_bytes = 0
 
     def ask(self, stream: str, tenant: str) -> "tuple[Resume, asyncio.Future[list[Kept]]]":
         """The question to send, and its answer: what is known of every choice, or nothing."""
@@ -47,7 +49,10 @@ class Takeovers:
         answer.add_done_callback(lambda _: self._asks.pop(number, None))
         return Resume(number, stream, tenant), answer
 
-    def on_kept(self, kept: Kept) -> None:
+    def on_kept(self, kept: Kept, now: float) -> None:
+        if not kept.ask:
+            self._hold(kept, now)
+            return
         ask = self._asks.get(kept.ask)
         if ask is None or ask.answer.done():
             return
@@ -73,7 +78,24 @@ class Takeovers:
     def untold(self, now: float) -> list[Kept]:
         """What a scheduler that has just started does not know."""
         self._expire(now)
-        return [each.kept._replace(age_s=each.kept.age_s + now - each.at) for each in self._left]
+        entrusted = [left for choices in self._entrusted.values() for left in choices.values()]
+        return [each.kept._replace(age_s=each.kept.age_s + now - each.at) for each in (*self._left, *entrusted)]
+
+    def _hold(self, kept: Kept, now: float) -> None:
+        """A stream of another gateway, as it was when it began or changed hands; or the end of its keeping."""
+        if not kept.total:
+            self._release(kept.stream)
+            return
+        choices = self._entrusted.setdefault(kept.stream, {})
+        former, left = choices.get(kept.choice), _Left(now, kept)
+        choices[kept.choice] = left
+        self._entrusted_bytes += left.num_bytes - (former.num_bytes if former else 0)
+        while self._entrusted_bytes > MAX_BYTES:
+            self._release(next(iter(self._entrusted)))
+
+    def _release(self, stream: str) -> None:
+        for left in self._entrusted.pop(stream, {}).values():
+            self._entrusted_bytes -= left.num_bytes
 
     def _expire(self, now: float) -> None:
         while self._left and (self._left[0].at + self._grace_s <= now or self._num_bytes > MAX_BYTES):

@@ -76,7 +76,7 @@ class Core:
             case Resume():
                 return self._on_resume(outbox, message, now)
             case Kept():
-                self.cell.shelf.learn(message, now)
+                self.cell.shelf.learn(message, peer, now)
                 return []
             case DrainWorker():
                 return self._on_drain_worker(outbox, message)
@@ -155,6 +155,7 @@ class Core:
             for seq in list(outbox.sequences.values()):
                 self.cell.detach(seq)
                 self.cell.drop(seq, Finish.ABORT)
+            self.cell.shelf.lose(peer)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -237,6 +238,7 @@ class Core:
         """Time passes: deadlines, hung workers, audits, status. Called a few times a second, before pump."""
         out = self._pass_deadlines(now)
         self.cell.shelf.tick(now)
+        out += self.cell.shelf.entrust({peer: outbox.name for peer, outbox in self.cell.gateways.items()})
         for replica in list(self.cell.replicas.values()):
             waited_s = now - replica.oldest_since
             if replica.in_flight and waited_s > self.cell.step_timeout_s:

@@ -1,9 +1,11 @@
 """Resumable streams: who computes their choices now and, for a grace time, the tokens of those that nobody does.
 
 A gateway that takes a stream over has its ids from here, so it does not matter which gateway had it, or whether that one lives.
+Every stream is entrusted to a second gateway: should its own die together with this process, that one tells the next scheduler.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +31,25 @@ class _Stream:
     turn: int = 0  # how often it was taken over
     live: dict[int, Sequence] = field(default_factory=dict)  # by choice
     left: dict[int, _Left] = field(default_factory=dict)  # by choice
+    trustee: str = ""  # peer of the gateway that keeps it for the next scheduler; empty: none does
+
+    @property
+    def owners(self) -> set[str]:
+        """Names of the gateways that compute it."""
+        return {seq.outbox.name for seq in self.live.values()}
+
+    def choices(self, now: float) -> list[Kept]:
+        live = [_Left(seq.order[1], _kept(seq, self.tenant, 0)) for seq in self.live.values()]
+        return [left.kept._replace(age_s=max(0.0, now - left.arrived)) for left in (*live, *self.left.values())]
+
+
+def _kept(seq: Sequence, tenant: str, reason: int) -> Kept:
+    names = (seq.stream, seq.turn, seq.choice, tenant)
+    return Kept(0, 1, *names, seq.ticket, seq.tokens.tobytes(), seq.num_prompt, seq.first_cached, reason, 0.0)
+
+
+def _forget_it(stream: str) -> Kept:
+    return Kept(0, 0, stream, 0, 0, "", b"", b"", 0, -1, 0, 0.0)
 
 
 class Shelf:
@@ -36,6 +57,8 @@ class Shelf:
         self._grace_s = grace_s
         self._streams: dict[str, _Stream] = {}
         self._ends: OrderedDict[str, float] = OrderedDict()  # streams without a live choice -> when they are forgotten
+        self._unentrusted: dict[str, None] = {}  # streams that no second gateway keeps
+        self._ended: list[tuple[str, str]] = []  # (trustee, stream) that need not be kept any longer
         self.now = 0.0  # clock time, as far as it was told
         self.num_bytes = 0
 
@@ -50,9 +73,10 @@ class Shelf:
         """A sequence came into the queue. Returns the one that nobody waits for: whichever was the same choice until now, or
         seq itself, where its gateway has lost the stream without knowing it yet."""
         self.now = now
-        stream = self._streams.setdefault(seq.stream, _Stream(seq.tenant))
+        stream = self._stream(seq.stream, seq.tenant)
         if seq.turn < stream.turn:
             return seq
+        self._unentrusted[seq.stream] = None
         stream.turn = seq.turn
         self._ends.pop(seq.stream, None)
         self._drop_left(stream, seq.choice)
@@ -67,9 +91,7 @@ class Shelf:
             return
         del stream.live[seq.choice]
         reason = 0 if reason == Finish.ABORT else reason
-        tokens, names = seq.tokens.tobytes(), (seq.stream, seq.turn, seq.choice, stream.tenant)
-        kept = Kept(0, 0, *names, seq.ticket, tokens, seq.num_prompt, seq.first_cached, reason, 0.0)
-        self._put(stream, _Left(seq.order[1], kept))
+        self._put(stream, _Left(seq.order[1], _kept(seq, stream.tenant, reason)))
 
     def forget(self, seq: Sequence) -> None:
         """A sequence was refused: its stream never began."""
@@ -78,10 +100,11 @@ class Shelf:
             del stream.live[seq.choice]
             self._settle(seq.stream, stream)
 
-    def learn(self, kept: Kept, now: float) -> None:
+    def learn(self, kept: Kept, peer: str, now: float) -> None:
         """A gateway tells what it kept, because the scheduler before this one knew it. Whoever knows more tokens is right."""
         self.now = now
-        stream = self._streams.setdefault(kept.stream, _Stream(kept.tenant))
+        stream = self._stream(kept.stream, kept.tenant)
+        stream.trustee = stream.trustee or peer
         stream.turn = max(stream.turn, kept.turn)
         known = stream.left.get(kept.choice)
         if kept.choice in stream.live or (known is not None and len(known.kept.tokens) >= len(kept.tokens)):
@@ -108,6 +131,31 @@ class Shelf:
             for each in stream.left.values()
         ]
 
+    def entrust(self, gateways: Mapping[str, str]) -> list[tuple[str, Kept]]:
+        """What gateways (peer -> name) are to keep for the scheduler after this one, or to forget (total 0)."""
+        ended, self._ended = self._ended, []
+        out = [(peer, _forget_it(name)) for peer, name in ended if peer in gateways]
+        if len(set(gateways.values())) < 2:
+            return out
+        for name in list(self._unentrusted):
+            stream = self._streams[name]
+            others = [peer for peer, gateway in gateways.items() if gateway not in stream.owners]
+            if not others:
+                continue
+            if stream.trustee not in others:
+                out += [(stream.trustee, _forget_it(name))] if stream.trustee else []
+                stream.trustee = others[len(self._streams) % len(others)]
+            out += [(stream.trustee, kept) for kept in stream.choices(self.now)]
+            del self._unentrusted[name]
+        return out
+
+    def lose(self, peer: str) -> None:
+        """A gateway is gone: what was entrusted to it needs another."""
+        for name, stream in self._streams.items():
+            if stream.trustee == peer:
+                stream.trustee = ""
+                self._unentrusted[name] = None
+
     def tick(self, now: float) -> None:
         self.now = now
         while self._ends and next(iter(self._ends.values())) <= now:
@@ -128,7 +176,20 @@ class Shelf:
             self._ends[name] = self.now + self._grace_s
             self._ends.move_to_end(name)
         else:
-            del self._streams[name]
+            self._forget(name)
+
+    def _stream(self, name: str, tenant: str) -> _Stream:
+        if name not in self._streams:
+            self._streams[name] = _Stream(tenant)
+        return self._streams[name]
+
+    def _forget(self, name: str) -> None:
+        stream = self._streams.pop(name)
+        self._unentrusted.pop(name, None)
+        if stream.trustee:
+            self._ended.append((stream.trustee, name))
+        for choice in list(stream.left):
+            self._drop_left(stream, choice)
 
     def _drop_left(self, stream: _Stream, choice: int) -> None:
         left = stream.left.pop(choice, None)
@@ -137,6 +198,4 @@ class Shelf:
 
     def _remove(self, name: str) -> None:
         del self._ends[name]
-        stream = self._streams.pop(name)
-        for choice in list(stream.left):
-            self._drop_left(stream, choice)
+        self._forget(name)

@@ -99,10 +99,11 @@ class Resume(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """One choice of a stream that nobody computes now. Scheduler -> gateway: the answer to a Resume, and the gateway's from
-    now on. Gateway -> scheduler, after a welcome: it was left, or has ended, and its client may still come for it."""
+    """One choice of a stream that a client may come for. Scheduler -> gateway: the answer to a Resume, and the gateway's from
+    now on; or (ask 0) to be kept for the scheduler that comes next, until told to forget the stream (total 0). Gateway ->
+    scheduler, after a welcome: it was left here, has ended here, or was kept for whoever has it."""
 
-    ask: int  # 0 from a gateway
+    ask: int  # 0: no answer
     total: int  # choices of the stream that are known; 0: no such stream, and the other fields mean nothing
     stream: str
     turn: int  # see Submit

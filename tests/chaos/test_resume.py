@@ -129,6 +129,22 @@ async def test_what_is_left_survives_the_scheduler_and_a_frozen_gateway_does_no_
             assert essence(follower.answer) == expected[kind], kind
 
 
+async def test_streams_survive_their_gateway_and_the_scheduler_killed_together(toy_folder: Path) -> None:
+    async with running(toy_folder, "--delay-s=0.02", gateways=2) as cell:
+        asked, expected = await all_kinds(cell, 60)
+        followers = {kind: Follower(cell.client, body, path) for kind, (path, body) in asked.items()}
+        reading = asyncio.gather(*(each.begin(cell.url("g0")) for each in followers.values()), return_exceptions=True)
+        await until(lambda: all(len(each.events) > 12 or each.done for each in followers.values()), 60)
+        await asyncio.gather(cell.kill("g0"), cell.kill("scheduler"))
+        await reading
+        assert not followers["greedy"].done and not followers["three"].done, "those with a stop string may have ended"
+        cell.start("scheduler")
+        await cell.ready()
+        await asyncio.gather(*(each.to_the_end([cell.url("g1"), cell.url()]) for each in followers.values()))
+        for kind, follower in followers.items():
+            assert essence(follower.answer) == expected[kind], kind
+
+
 async def test_whoever_comes_takes_it_over(toy_folder: Path) -> None:
     async with running(toy_folder, "--delay-s=0.02", gateways=1) as cell:
         first = Follower(cell.client, {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "seed": 1})

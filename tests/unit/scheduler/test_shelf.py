@@ -44,6 +44,58 @@ def test_a_stream_is_taken_over_from_a_living_gateway() -> None:
     assert len(small.cell.shelf) == 1
 
 
+def entrusted(small: SmallCell) -> list[tuple[str, Kept]]:
+    """What gateways were told to keep or to forget within the next tick."""
+    small.sent.clear()
+    small.tick(0.1)
+    return [(peer, message) for peer, message in small.sent if isinstance(message, Kept)]
+
+
+def test_a_stream_is_entrusted_to_a_second_gateway_until_it_is_forgotten() -> None:
+    small = SmallCell()
+    small.join()
+    begin(small, 1, 0)
+    begin(small, 2, 1)
+    assert entrusted(small) == [], "there is no other"
+    small.gateway(GatewayHello(PROTOCOL, "b", "m"), peer=OTHER)
+    (to, first), (_, second) = entrusted(small)
+    assert to == OTHER and (first.ask, first.total, first.stream) == (0, 1, "s") and (first.choice, second.choice) == (0, 1)
+    assert first.tenant == "acme" and first.ticket == b"ticket" and first.num_prompt == len(PROMPT)
+    assert first.age_s == pytest.approx(0.2) and not entrusted(small)
+    small.run()
+    assert not entrusted(small), "its client may still come"
+    small.sent.clear()
+    small.tick(61.0)
+    assert [(peer, kept.total) for peer, kept in small.sent if isinstance(kept, Kept)] == [(OTHER, 0)]
+
+
+def test_who_takes_over_what_was_entrusted_to_him_is_no_second_gateway() -> None:
+    small = two_gateways()
+    begin(small)
+    assert [peer for peer, _ in entrusted(small)] == [OTHER]
+    (kept,) = ask(small)
+    fields = {"stream": "s", "ticket": b"ticket", "tenant": "acme", "turn": kept.turn}
+    small.gateway(small.submission(5, PROMPT, 60, output=[7, 7, 7], **fields), peer=OTHER)
+    assert [(peer, kept.total) for peer, kept in entrusted(small)] == [(OTHER, 0), (GATEWAY, 1)]
+    small.core.on_gone(GATEWAY, "test", small.now)
+    assert not entrusted(small)
+    small.gateway(GatewayHello(PROTOCOL, "c", "m"), peer="g/c/1")
+    assert [(peer, kept.total) for peer, kept in entrusted(small)] == [("g/c/1", 1)]
+
+
+def test_what_was_entrusted_is_told_to_the_next_scheduler() -> None:
+    small = two_gateways()
+    begin(small)
+    ((_, kept),) = entrusted(small)
+    after = two_gateways()
+    after.gateway(kept, peer=OTHER)
+    (found,) = ask(after)
+    assert (found.total, found.choice, found.ticket, found.num_prompt) == (1, 0, b"ticket", 5)
+    assert not ask(after, tenant="other")
+    after.tick(61.0)
+    assert [(peer, kept.total) for peer, kept in after.sent if isinstance(kept, Kept) and not kept.ask] == [(OTHER, 0)]
+
+
 def test_the_taken_stream_goes_on_and_is_billed_once() -> None:
     small = two_gateways()
     begin(small)
