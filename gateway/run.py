@@ -154,6 +154,9 @@ class Run:
             metrics.aborted += 1
             self.failure = ApiError(499, "The client left", code="aborted")
             self._drop_all()
+        for choice in self.choices:
+            choice.let_go()
+        del self._listener
         if self._known:  # counted by whoever had it first
             return
         usage = self.usage

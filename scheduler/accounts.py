@@ -67,6 +67,7 @@ class Accounts:
             idle = [name for name, account in tier.accounts.items() if not account.live]
             if len(idle) == len(tier.accounts):
                 del self._tiers[priority]
+                tier.accounts.clear()  # a circle would stay until the next collection, which may be hours away
                 continue
             for name in idle:
                 if tier.accounts[name].share <= tier.floor:

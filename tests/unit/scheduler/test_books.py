@@ -1,5 +1,6 @@
 """Pages, index, queue and audit by themselves, driven by random operations; and the numbers on /metrics (B43, S44)."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -220,3 +221,24 @@ def test_b44_every_token_is_booked_once_however_its_sequence_ends() -> None:
     assert found["quire_recomputed_tokens_total"] == len(prompts[10]) + 5, "all that the moved one had computed or in flight"
     assert found["quire_aborts_total"] == 5 and found["quire_stale_rows_total"] > 0
     assert small.empty and small.output[10] == [7] * 12
+
+
+def test_nothing_that_ends_is_left_to_the_collector() -> None:
+    """Between two collections of garbage many thousand sequences may end."""
+    small = SmallCell()
+    small.join()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, 50):
+            fields = {"tenant": f"t{number % 7}", "deadline_s": number % 3 * 5.0, "priority": number % 2}
+            small.submit(number, [1, 2, 3, number], 4, stream=f"s{number}" if number % 2 else "", ticket=b"x", **fields)
+            if number % 5 == 0:
+                small.abort(number)
+            small.run()
+            small.tick(7.0)
+            small.cell.ended.clear()  # as the journal does
+        small.tick(100.0)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
