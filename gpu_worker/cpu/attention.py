@@ -1,7 +1,8 @@
 """Causal attention of every row straight over its pages, new keys included: they are there already.
 
 Keys of a page lie transposed (KVCache), so that one vector holds 16 keys of one dimension and scores need no sums across
-lanes. A tile is four or eight queries of one row and KV head; a key is read once for all of them. Each query's own sums run in
+lanes. A tile is four to twelve queries of one row and KV head; a key is read once for all of them. Dimensions and values are
+taken in pairs, which bfloat16 has an instruction for; weights are rounded to the values' type. Each query's own sums run in
 the same order in every tile, so a row's result does not depend on chunks or company.
 """
 
@@ -19,9 +20,10 @@ from gpu_worker.cpu.simd import (
     add,
     broadcast,
     divide,
+    dot_each,
     exp,
+    fetch,
     first_lanes,
-    fma_each,
     jit,
     largest,
     largest_of,
@@ -31,6 +33,7 @@ from gpu_worker.cpu.simd import (
     multiply,
     next_task,
     next_thread,
+    power,
     read_int32,
     size_of,
     store,
@@ -42,48 +45,60 @@ from gpu_worker.cpu.simd import (
 )
 from gpu_worker.cpu.team import Kernel
 
-TILE = 8  # queries
+LOG2_E = 1.4426950408889634  # scores are powers of two here
+TILE = 12  # queries
 TASK_TOKENS = 16  # query tokens of a row that one task takes at most
+_NOTHING = torch.zeros(16)  # the second of two values where a row has no other
 GROUP_ROWS = 8  # decode rows with shared pages that one task takes at most
 
 
 @jit
 def _queries(element, a, q, count, target):
-    """Queries as float32 [count, head_dim] and TILE lines more, scaled; those beyond count are zeros."""
+    """Queries [count, head_dim], and TILE lines of zeros after them."""
     size, width = size_of(element), a.head_dim
     for number in range(count + TILE):
         source = q + number // a.group * a.q_stride + number % a.group * width * size
         for i in range(0, width, 16):
             value = zeros()
             if number < count:
-                value = multiply(load_part(element, source + i * size, width - i), broadcast(a.scale))
-            store_part(FLOAT32, target + (number * width + i) * 4, width - i, value)
+                value = load_part(element, source + i * size, width - i)
+            store_part(element, target + (number * width + i) * size, width - i, value)
 
 
 @jit
-def _score_tile(element, a, none, q, scores, row_pages, first, length, k_head):
+def _score_tile(element, a, none, q, scores, row_pages, first, length, k_head, v_head):
     """Products of len(none) queries with keys first .. length - 1, from the block of 16 that holds key first."""
     size, width = size_of(element), a.head_dim
+    line = a.page_tokens * size  # of one dimension
     start = first // 16 * 16
     for key in range(start, length, 16):
         page, offset = key // a.page_tokens, key % a.page_tokens
         k = k_head + read_int32(row_pages + page * 4) * a.k_page + offset * size
+        v = v_head + read_int32(row_pages + page * 4) * a.v_page + offset * width * size
+        for i in range(0, 16 * width * size, 64):
+            fetch(v + i)
         sums = none
-        for i in range(width):
-            sums = fma_each(sums, q + i * 4, width * 4, load(element, k + i * a.page_tokens * size))
+        for i in range(0, width, 2):
+            sums = dot_each(element, sums, q + i * size, width * size, k, k + line, 16)
+            k += 2 * line
         store_each(sums, scores + (key - start) * 4, a.score_width * 4)
 
 
 @jit
-def _scores(element, a, lines, q, scores, row_pages, first, length, k_head):
+def _scores(element, a, lines, q, scores, row_pages, first, length, k_head, v_head):
     """Products of queries, and of up to TILE - 1 lines after them, with keys first .. length - 1."""
     z = zeros()
+    four = (z, z, z, z)
     for n in range(0, lines, TILE):
-        queries, line = q + n * a.head_dim * 4, scores + n * a.score_width * 4
-        if lines - n > 4:
-            _score_tile(element, a, (z, z, z, z, z, z, z, z), queries, line, row_pages, first, length, k_head)
+        queries, line = q + n * a.head_dim * size_of(element), scores + n * a.score_width * 4
+        if lines - n > 8:
+            _score_tile(element, a, four + four + four, queries, line, row_pages, first, length, k_head, v_head)
+        elif lines - n > 6:
+            _score_tile(element, a, four + four, queries, line, row_pages, first, length, k_head, v_head)
+        elif lines - n > 4:
+            _score_tile(element, a, (*four, z, z), queries, line, row_pages, first, length, k_head, v_head)
         else:
-            _score_tile(element, a, (z, z, z, z), queries, line, row_pages, first, length, k_head)
+            _score_tile(element, a, four, queries, line, row_pages, first, length, k_head, v_head)
 
 
 @jit
@@ -94,13 +109,16 @@ def _capped(scores, soft_cap):
 
 
 @jit
-def _weights(scores, count, low, high, soft_cap):
-    """Softmax weights of count scores in place, of which low .. high - 1 may be seen, all times their sum; 1 / the sum."""
+def _weights(element, scores, count, low, high, scale, soft_cap):
+    """Softmax weights of count scores, of which low .. high - 1 may be seen, in their place, all times their sum; 1 / the sum.
+
+    They are elements then, zeros up to the next multiple of 16.
+    """
     peak = broadcast(-np.inf)
     for i in range(0, count, 16):
-        value = load(FLOAT32, scores + i * 4)
+        value = multiply(load(FLOAT32, scores + i * 4), broadcast(scale * LOG2_E))
         if soft_cap:
-            value = _capped(value, soft_cap)
+            value = _capped(value, soft_cap * LOG2_E)
         if high - i < 16:
             value = first_lanes(value, high - i, broadcast(-np.inf))
         if low > i:
@@ -109,25 +127,29 @@ def _weights(scores, count, low, high, soft_cap):
         peak = largest(peak, value)
     total, peak = zeros(), broadcast(largest_of(peak))
     for i in range(0, count, 16):
-        value = exp(subtract(load(FLOAT32, scores + i * 4), peak))
-        store(FLOAT32, scores + i * 4, value)
+        value = power(subtract(load(FLOAT32, scores + i * 4), peak))
+        store(element, scores + i * size_of(element), value)
         total = add(total, value)
     return 1 / sum_of(total)
 
 
 @jit
 def _value_tile(element, a, none, weights, row_pages, first, length, v_head, sums):
-    """sums: float32 [len(none), out_width], to which values first .. length - 1 are added, weighted."""
+    """sums: float32 [len(none), out_width], to which values first (even) .. length - 1 are added, weighted, two at a time."""
     size, width = size_of(element), a.head_dim
+    line, weights_line = width * size, a.score_width * 4
     start = first // 16 * 16
     for i in range(0, width, 16):
         part = load_each(none, sums + i * 4, a.out_width * 4)
         for page in range(first // a.page_tokens, (length - 1) // a.page_tokens + 1):
-            begin = page * a.page_tokens
-            v = v_head + read_int32(row_pages + page * 4) * a.v_page + (i - begin * width) * size
-            for key in range(max(begin, first), min(begin + a.page_tokens, length)):
-                values = load_part(element, v + key * width * size, width - i)
-                part = fma_each(part, weights + (key - start) * 4, a.score_width * 4, values)
+            low, high = max(page * a.page_tokens, first), min((page + 1) * a.page_tokens, length)
+            v = v_head + read_int32(row_pages + page * 4) * a.v_page + (low % a.page_tokens * width + i) * size
+            weight = weights + (low - start) * size
+            for _ in range((high - low) // 2):
+                part = dot_each(element, part, weight, weights_line, v, v + line, width - i)
+                v, weight = v + 2 * line, weight + 2 * size
+            if (high - low) % 2:
+                part = dot_each(element, part, weight, weights_line, v, a.nothing, width - i)
         store_each(part, sums + i * 4, a.out_width * 4)
 
 
@@ -135,12 +157,17 @@ def _value_tile(element, a, none, weights, row_pages, first, length, v_head, sum
 def _values(element, a, lines, weights, row_pages, first, length, v_head, sums):
     """The same for all lines of sums, and for up to TILE - 1 lines after them."""
     z = zeros()
+    four = (z, z, z, z)
     for n in range(0, lines, TILE):
         line, total = weights + n * a.score_width * 4, sums + n * a.out_width * 4
-        if lines - n > 4:
-            _value_tile(element, a, (z, z, z, z, z, z, z, z), line, row_pages, first, length, v_head, total)
+        if lines - n > 8:
+            _value_tile(element, a, four + four + four, line, row_pages, first, length, v_head, total)
+        elif lines - n > 6:
+            _value_tile(element, a, four + four, line, row_pages, first, length, v_head, total)
+        elif lines - n > 4:
+            _value_tile(element, a, (*four, z, z), line, row_pages, first, length, v_head, total)
         else:
-            _value_tile(element, a, (z, z, z, z), line, row_pages, first, length, v_head, total)
+            _value_tile(element, a, four, line, row_pages, first, length, v_head, total)
 
 
 @jit
@@ -166,15 +193,16 @@ def _tile(element, a, q, out, count, position, row_pages, k_head, v_head, scratc
     """Attention of count queries, of which a.group stand at each position from the given one on."""
     scores, sums, inverses = scratch + a.scores_at, scratch + a.sums_at, scratch + a.inverses_at
     length = position + (count - 1) // a.group + 1
-    first = max(0, position + 1 - a.window) if a.window else 0
+    first = max(0, position + 1 - a.window) // 2 * 2 if a.window else 0
     start = first // 16 * 16
     _queries(element, a, q, count, scratch)
-    _scores(element, a, count, scratch, scores, row_pages, first, length, k_head)
+    _scores(element, a, count, scratch, scores, row_pages, first, length, k_head, v_head)
     for number in range(count):
         high = position + number // a.group + 1
         low = max(0, high - a.window) if a.window else 0
         line = scores + number * a.score_width * 4
-        store(FLOAT32, inverses + number * 64, broadcast(_weights(line, length - start, low - start, high - start, a.soft_cap)))
+        inverse = _weights(element, line, length - start, low - start, high - start, a.scale, a.soft_cap)
+        store(FLOAT32, inverses + number * 64, broadcast(inverse))
     _clear(sums, TILE * a.out_width)
     _values(element, a, count, scores, row_pages, first, length, v_head, sums)
     _finish(element, a, sums, inverses, count, out)
@@ -203,23 +231,25 @@ def _copy(source, target, count):
 def _shared_rows(element, a, q, out, rows, row, shared, k_head, v_head, scratch):
     """Decode rows whose first pages are the same: these are read once for all, then each row's own."""
     scores, sums, inverses = scratch + a.scores_at, scratch + a.sums_at, scratch + a.inverses_at
-    group, queries, score_line, sum_line = a.group, rows * a.group, a.score_width * 4, a.out_width * 4
+    group, queries, score_line, sum_line, size = a.group, rows * a.group, a.score_width * 4, a.out_width * 4, size_of(element)
     pages = a.page_table + read_int32(a.row_slots + row * 4) * a.table_row
     first = a.window  # 0: windowed layers have no groups. A literal would have everything compiled once more
     _queries(element, a, q, queries, scratch)
-    _scores(element, a, queries, scratch, scores, pages, first, shared, k_head)
+    _scores(element, a, queries, scratch, scores, pages, first, shared, k_head, v_head)
     for r in range(rows):
         own, length = a.page_table + read_int32(a.row_slots + (row + r) * 4) * a.table_row, read_int32(a.lens + (row + r) * 4)
         line = scores + r * group * score_line
-        _scores(element, a, group, scratch + r * group * a.head_dim * 4, line + shared * 4, own, shared, length, k_head)
+        _scores(
+            element, a, group, scratch + r * group * a.head_dim * size, line + shared * 4, own, shared, length, k_head, v_head
+        )
         for n in range(group):
-            inverse = _weights(line + n * score_line, length, first, length, a.soft_cap)
+            inverse = _weights(element, line + n * score_line, length, first, length, a.scale, a.soft_cap)
             store(FLOAT32, inverses + (r * group + n) * 64, broadcast(inverse))
     _clear(sums, (queries + TILE) * a.out_width)
     _values(element, a, queries, scores, pages, first, shared, v_head, sums)
     for r in range(rows):
         own, length = a.page_table + read_int32(a.row_slots + (row + r) * 4) * a.table_row, read_int32(a.lens + (row + r) * 4)
-        weights, total = scores + r * group * score_line + shared * 4, sums + r * group * sum_line
+        weights, total = scores + r * group * score_line + shared * size, sums + r * group * sum_line
         # Summed apart, where the queries were: the lines after a row's are another's.
         _copy(total, scratch, group * a.out_width)
         _values(element, a, group, weights, own, shared, length, v_head, scratch)
@@ -260,7 +290,8 @@ _ATTEND = Kernel(
     _attend_float32,
     _attend_bfloat16,
     "q q_stride out out_stride k_cache k_page k_head v_cache v_page v_head page_table table_row row_slots lens parts"
-    " kv_heads group head_dim page_tokens window scratch scratch_bytes scores_at sums_at inverses_at score_width out_width",
+    " kv_heads group head_dim page_tokens window scratch scratch_bytes scores_at sums_at inverses_at score_width out_width"
+    " nothing",
     "scale soft_cap",
 )
 
@@ -302,7 +333,8 @@ def _parts(batch: Batch, page_tokens: int, window: int) -> list[tuple[int, int, 
 def _work(batch: Batch, group: int, head_dim: int, page_tokens: int, window: int) -> _Work:
     parts = _parts(batch, page_tokens, window)
     lines = TILE + max(TILE, max((part[3] * group for part in parts if part[4]), default=0))
-    score_width = (int(batch.host_context_lens.max()) // 16 + 2) * 16
+    # An odd number of cache lines, so that the same keys of several queries do not fall on one set of the cache.
+    score_width = (int(batch.host_context_lens.max()) // 16 + 2 | 1) * 16
     out_width = -(-head_dim // 16) * 16
     scores_at = lines * out_width * 4
     sums_at = scores_at + lines * score_width * 4
@@ -344,6 +376,6 @@ def attention(
         work.parts.data_ptr(),
         kv_heads, group, head_dim, page_tokens, window,
         work.scratch.data_ptr(), work.scratch.stride(0), work.scores_at, work.sums_at, work.inverses_at,
-        work.score_width, work.out_width, scale, soft_cap,
+        work.score_width, work.out_width, _NOTHING.data_ptr(), scale, soft_cap,
     )  # fmt: skip
     return out

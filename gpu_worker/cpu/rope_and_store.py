@@ -14,14 +14,12 @@ from gpu_worker.cpu.simd import (
     fma,
     jit,
     load_part,
-    load_some,
     multiply,
     next_task,
     read_int32,
     read_int64,
     size_of,
     store_part,
-    store_some,
     subtract,
     sum_of,
     zeros,
@@ -47,12 +45,11 @@ def _rotate_head(element, head, angles, half):
     """head: two halves that are rotated, then the rest; angles: half cosines, then half sines, float32."""
     size = size_of(element)
     for i in range(0, half, 16):
-        count = min(half - i, 16)
-        first, second = load_some(element, head + i * size, count), load_some(element, head + (half + i) * size, count)
-        cos = load_some(FLOAT32, angles + i * 4, count)
-        sin = load_some(FLOAT32, angles + (half + i) * 4, count)
-        store_some(element, head + i * size, count, subtract(multiply(first, cos), multiply(second, sin)))
-        store_some(element, head + (half + i) * size, count, fma(second, cos, multiply(first, sin)))
+        count, low, high = half - i, head + i * size, head + (half + i) * size
+        first, second = load_part(element, low, count), load_part(element, high, count)
+        cos, sin = load_part(FLOAT32, angles + i * 4, count), load_part(FLOAT32, angles + (half + i) * 4, count)
+        store_part(element, low, count, subtract(multiply(first, cos), multiply(second, sin)))
+        store_part(element, high, count, fma(second, cos, multiply(first, sin)))
 
 
 @jit
@@ -74,9 +71,11 @@ def _tokens(args, element):
         for head in range(a.kv_heads):
             k = a.k_cache + page * a.k_page + head * a.k_head + offset * a.k_token
             v = a.v_cache + page * a.v_page + head * a.v_head + offset * a.v_token
+            k_new, v_new = heads + (k_first + head) * width * size, heads + (v_first + head) * width * size
             for i in range(width):
-                copy_element(element, k + i * a.k_dim, heads + ((k_first + head) * width + i) * size)
-                copy_element(element, v + i * a.v_dim, heads + ((v_first + head) * width + i) * size)
+                copy_element(element, k + i * a.k_dim, k_new + i * size)
+            for i in range(0, width, 16):
+                store_part(element, v + i * size, width - i, load_part(element, v_new + i * size, width - i))
         token = next_task(args)
 
 
@@ -92,7 +91,7 @@ _TOKENS = Kernel(
     _tokens_float32,
     _tokens_bfloat16,
     "qkv qkv_stride q_heads kv_heads head_dim half q_norm k_norm cos_sin positions cells page_tokens"
-    " k_cache k_page k_head k_token k_dim v_cache v_page v_head v_token v_dim",
+    " k_cache k_page k_head k_token k_dim v_cache v_page v_head v_token",
     "eps",
 )
 
@@ -120,7 +119,7 @@ def rope_and_store(
         0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
         cos_sin.data_ptr(), batch.positions.data_ptr(), batch.cells.data_ptr(), page_tokens,
         k_cache.data_ptr(), *(stride * size for stride in k_cache.stride()),
-        v_cache.data_ptr(), *(stride * size for stride in v_cache.stride()),
+        v_cache.data_ptr(), *(stride * size for stride in v_cache.stride()[:3]),
         eps,
     )  # fmt: skip
     return heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads], heads[:, q_heads + kv_heads :]

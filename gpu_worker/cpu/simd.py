@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core.imputils import lower_constant
 from numba.extending import intrinsic, models, register_model, typeof_impl
@@ -17,10 +17,23 @@ LANES = 16
 # A division by zero gives infinity and is no Python exception; nobody calls these functions from Python or C.
 jit = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
-_F32 = ir.FloatType()
+
+class _BFloat16(ir.Type):
+    """LLVM's name of the type, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_F32, _BFLOAT16 = ir.FloatType(), _BFloat16()
 _I16 = ir.VectorType(ir.IntType(16), LANES)
 _I32 = ir.VectorType(ir.IntType(32), LANES)
 _VECTOR = ir.VectorType(_F32, LANES)
+_PAIRS = ir.VectorType(_BFLOAT16, 2 * LANES)
+
+# Instructions for bfloat16; they take numbers below 1.2e-38 for zeros. numba compiles for this processor, unless its own
+# variables say otherwise.
+HAS_BFLOAT16 = bool(binding.get_host_cpu_features().get("avx512bf16")) and not numba.config.CPU_NAME
 
 
 class Element(types.Type):
@@ -110,7 +123,12 @@ def _as_float(builder: Any, words: Any) -> Any:
 
 
 def _from_float(builder: Any, value: Any, kind: Any) -> Any:
-    return _rounded(builder, value) if kind == _I16 else builder.bitcast(value, _I32)
+    if kind != _I16:
+        return builder.bitcast(value, _I32)
+    if not HAS_BFLOAT16:
+        return _rounded(builder, value)
+    words = _llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_BFLOAT16, LANES), value)
+    return builder.bitcast(words, _I16)
 
 
 def _rounded(builder: Any, value: Any) -> Any:
@@ -156,6 +174,60 @@ def _store_some(builder: Any, at: Any, count: Any, value: Any) -> None:
     _llvm(builder, name, ir.VoidType(), value, pointer, align, mask)
 
 
+def _load_at_most(builder: Any, at: Any, count: Any, kind: Any) -> Any:
+    """The first min(count, 16) words at an address, then zeros."""
+    whole, result = builder.icmp_signed(">=", count, ir.Constant(count.type, LANES)), []
+    with builder.if_else(whole) as (then, otherwise):
+        with then:
+            result.append((builder.load(_pointer(builder, at), align=kind.element.width // 8, typ=kind), builder.block))
+        with otherwise:
+            result.append((_load_some(builder, at, count, kind), builder.block))
+    words = builder.phi(kind)
+    for value, block in result:
+        words.add_incoming(value, block)
+    return words
+
+
+def _dot_in_one(builder: Any, first: Any, second: Any) -> Callable[[Any, Any], Any]:
+    """Two bfloat16 products and their sum by one instruction, 32 bits of each operand a pair."""
+    upper = builder.shl(builder.zext(second, _I32), _all(_I32, 16))
+    rows = builder.bitcast(builder.or_(builder.zext(first, _I32), upper), _PAIRS)
+
+    def add_to(total: Any, at: Any) -> Any:
+        pair = _broadcast(builder, builder.load(_pointer(builder, at), typ=ir.IntType(32), align=2))
+        return _llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, total, builder.bitcast(pair, _PAIRS), rows)
+
+    return add_to
+
+
+def _dot_in_two(builder: Any, first: Any, second: Any) -> Callable[[Any, Any], Any]:
+    """The same as two fused multiplications with float32."""
+    size = first.type.element.width // 8
+
+    def factor(at: Any, number: int) -> Any:
+        address = builder.add(at, ir.Constant(at.type, number * size))
+        word = builder.load(_pointer(builder, address), typ=first.type.element, align=size)
+        if size == 2:
+            word = builder.shl(builder.zext(word, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return _broadcast(builder, builder.bitcast(word, _F32))
+
+    rows = [_as_float(builder, row) for row in (first, second)]
+
+    def add_to(total: Any, at: Any) -> Any:
+        for number, row in enumerate(rows):
+            total = _llvm(builder, "llvm.fma.v16f32", _VECTOR, factor(at, number), row, total)
+        return total
+
+    return add_to
+
+
+def _for_each_sum(builder: Any, total: Any, address: Any, stride: Any, add_to: Callable[[Any, Any], Any]) -> Any:
+    for number in range(total.type.count):
+        total = builder.insert_value(total, add_to(builder.extract_value(total, number), address), number)
+        address = builder.add(address, stride)
+    return total
+
+
 _f32, _i64 = types.float32, types.int64
 
 zeros = _defined(lanes(), lambda b: _all(_VECTOR, 0.0))
@@ -169,12 +241,22 @@ largest = _defined(lanes(lanes, lanes), lambda b, x, y: _llvm(b, "llvm.maxnum.v1
 smallest = _defined(lanes(lanes, lanes), lambda b, x, y: _llvm(b, "llvm.minnum.v16f32", _VECTOR, x, y))
 whole = _defined(lanes(lanes), lambda b, x: _llvm(b, "llvm.rint.v16f32", _VECTOR, x))
 power_of_two = _defined(lanes(lanes, lanes), _power_of_two)
+at_least = _defined(lanes(lanes, lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), y, x))  # NaN stays NaN
 above = _defined(lanes(lanes, lanes, lanes), lambda b, x, y, z: b.select(b.fcmp_ordered(">", x, y), z, _all(_VECTOR, 0.0)))
 nan_kept = _defined(lanes(lanes, lanes), lambda b, x, y: b.select(b.fcmp_unordered("uno", x, x), x, y))
 first_lanes = _defined(lanes(lanes, _i64, lanes), _first_lanes)  # the first count lanes of a value, the rest of another
 sum_of = _defined(_f32(lanes), _sum)
 largest_of = _defined(_f32(lanes), lambda b, x: _llvm(b, "llvm.vector.reduce.fmax.v16f32", _F32, x))
 
+
+def _fetch(builder: Any, at: Any) -> None:
+    kinds = [ir.PointerType(), *[ir.IntType(32)] * 3]
+    function = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=ir.FunctionType(ir.VoidType(), kinds))
+    read, second_level, data = (ir.Constant(ir.IntType(32), number) for number in (0, 2, 1))
+    builder.call(function, [_pointer(builder, at), read, second_level, data])
+
+
+fetch = _defined(types.void(_i64), _fetch)  # the cache line at an address, soon to be read; does not wait
 read_int32 = _defined(_i64(_i64), lambda b, at: b.sext(b.load(_pointer(b, at), typ=ir.IntType(32)), ir.IntType(64)))
 read_int64 = _defined(_i64(_i64), lambda b, at: b.load(_pointer(b, at), typ=ir.IntType(64)))
 
@@ -229,19 +311,19 @@ def store_some(typing: Any, element: Any, at: Any, count: Any, value: Any) -> An
 
 
 @intrinsic
-def fma_each(typing: Any, sums: Any, at: Any, stride: Any, values: Any) -> Any:
-    """A tuple of sums, to each of which values are added times a float32 of its own: those at, at + stride, ..."""
+def dot_each(typing: Any, element: Any, sums: Any, at: Any, stride: Any, first: Any, second: Any, count: Any) -> Any:
+    """A tuple of sums, to each of which 16 elements at first and at second are added, times two elements of its own.
+
+    These stand together at at, at + stride, ... Of first and second count elements are read if that is less than 16.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total, address = args[0], args[1]
-        for number in range(sums.count):
-            factor = _broadcast(builder, builder.load(_pointer(builder, address), typ=_F32))
-            part = _llvm(builder, "llvm.fma.v16f32", _VECTOR, factor, args[3], builder.extract_value(total, number))
-            total = builder.insert_value(total, part, number)
-            address = builder.add(address, args[2])
-        return total
+        total, address, stride, first, second, count = args[1:]
+        rows = [_load_at_most(builder, row, count, element.words) for row in (first, second)]
+        terms = _dot_in_one if element.words == _I16 and HAS_BFLOAT16 else _dot_in_two
+        return _for_each_sum(builder, total, address, stride, terms(builder, *rows))
 
-    return sums(sums, _i64, _i64, lanes), codegen
+    return sums(element, sums, _i64, _i64, _i64, _i64, _i64), codegen
 
 
 @intrinsic
@@ -330,3 +412,16 @@ def exp(x):
     p = fma(p, r, broadcast(5.0000001201e-1))
     p = fma(multiply(p, r), r, add(r, broadcast(1.0)))
     return nan_kept(x, above(x, lowest, power_of_two(p, n)))
+
+
+@jit
+def power(x):
+    """2^x within 4e-7 of it, for x <= 0 (a fitted polynomial); below -126.5 less than 1.2e-38, at -inf 0."""
+    x = at_least(x, broadcast(-127.0))
+    n = whole(x)
+    r = subtract(x, n)
+    p = fma(broadcast(0.001326472614891827), r, broadcast(0.009671512991189957))
+    p = fma(p, r, broadcast(0.05550733581185341))
+    p = fma(p, r, broadcast(0.24022242426872253))
+    p = fma(p, r, broadcast(0.6931470036506653))
+    return power_of_two(fma(p, r, broadcast(1.0)), n)
