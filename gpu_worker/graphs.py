@@ -120,6 +120,7 @@ class DecodeGraphs:
         logits = self._logits[:rows]
         if rows == 1 and one_row.fits(decoder):
             logits.copy_(one_row.logits(decoder, batch, self._cache.layers))
+            decoder.hide_padding(logits)
         else:
             decoder.logits_into(decoder.hidden(batch, self._cache.layers), logits)
         draw(

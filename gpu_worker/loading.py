@@ -23,6 +23,7 @@ from gpu_worker.runner import Runner
 from shared import model_folder, model_store
 from shared.config import BadConfig, Config
 from shared.model_folder import ModelError
+from shared.token_ids import num_token_ids
 
 log = logging.getLogger("quire.worker")
 
@@ -66,6 +67,7 @@ def load(config: Config, seat: Seat | None = None) -> Loaded:
         quant=quant,
         shard=shard,
         float8_pages=float8_pages,
+        num_ids=num_token_ids(folder),
     )
     if group is not None:
         parallelize(decoder, shard, group)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gpu_worker.batch import Batch
@@ -35,6 +36,7 @@ class Decoder:
     final_norm: Tensor  # [H]
     head: Matmul  # [V, H]
     cos_sin: Tensor  # f32[max_model_len, rope_dim]
+    num_ids: int  # ids that the tokenizer knows: those above only pad the embedding, and are never sampled; 0: all
 
     def hidden(self, batch: Batch, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Normed hidden states [T, H] of the batch; its keys and values are in the cache afterwards."""
@@ -52,11 +54,19 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> f32[S, V]."""
-        return self.head(hidden).float()
+        logits = self.head(hidden).float()
+        self.hide_padding(logits)
+        return logits
 
     def logits_into(self, hidden: Tensor, out: Tensor) -> None:
         """hidden [S, H] -> out [S, V], in out's dtype."""
         multiply_into(self.head, hidden, out)
+        self.hide_padding(out)
+
+    def hide_padding(self, logits: Tensor) -> None:
+        """logits [S, V], in place."""
+        if 0 < self.num_ids < logits.shape[1]:
+            logits[:, self.num_ids :] = -torch.inf
 
     def _next_norms(self) -> Iterator[Tensor]:
         """The norm that follows each layer."""

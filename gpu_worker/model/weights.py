@@ -175,6 +175,7 @@ def load_decoder(
     quant: QuantSpec | None = None,
     shard: Shard | None = None,
     float8_pages: bool = False,
+    num_ids: int = 0,
 ) -> Decoder:
     """Read, cut, fuse, convert and place all weights; a bar on a terminal, a line per quarter elsewhere.
 
@@ -200,6 +201,7 @@ def load_decoder(
         final_norm=to.kept("model.norm.weight"),
         head=for_device(Linear(embedding)) if spec.tied_head else to.linear("", "lm_head", bias=False),
         cos_sin=cos_sin_table(spec.rope, max_model_len).to(device),
+        num_ids=num_ids,
     )
 
 

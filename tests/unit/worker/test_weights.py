@@ -134,3 +134,21 @@ def test_packed_matrices_equal_plain_ones(dtype: torch.dtype, bias: bool) -> Non
     for rows in (1, 2, 33, 200):
         x = torch.randn(rows, 64).to(dtype)
         assert torch.allclose(packed(x).float(), linear(x).float(), atol=1e-4 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("num_ids", [0, 90, 100, 200])
+def test_rows_that_only_pad_the_vocabulary_can_win_nothing(tmp_path: Path, num_ids: int) -> None:
+    spec = spec_of()
+    state = tensors(spec)
+    folder = write(tmp_path, state, 1)
+    table = ops.load(CPU)
+    decoder = load_decoder(
+        spec, Safetensors(folder, spec), table, dtype=torch.float32, device=CPU, max_model_len=64, num_ids=num_ids
+    )
+    x, out = torch.randn(3, 64), torch.zeros(3, spec.vocab_size)
+    decoder.logits_into(x, out)
+    expected = x @ state["lm_head.weight"].float().T
+    if 0 < num_ids < spec.vocab_size:
+        expected[:, num_ids:] = -torch.inf
+    assert torch.allclose(out, expected, atol=1e-4)
+    assert torch.allclose(decoder.logits(x), expected, atol=1e-4)
