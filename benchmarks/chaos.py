@@ -41,7 +41,6 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)  # by role
     last_token: dict[int, float] = field(default_factory=dict)  # of streams under way, by client
-    lost: int = 0  # resumable streams whose gateway and scheduler died at once
     gateways: dict[int, str] = field(default_factory=dict)  # that clients read from
     pauses: dict[str, list[float]] = field(default_factory=dict)  # by who was killed
     victims: tuple[str, ...] = ()
@@ -146,9 +145,7 @@ async def ask_on(cell: Cell, number: int, bodies: list[dict[str, Any]], expected
             tally.on_break(number)
             await asyncio.sleep(0.1)
         except Refused as refusal:
-            if refusal.status == 404 and {gateway, "scheduler"} <= set(tally.victims):
-                tally.lost += 1
-            elif refusal.status != 503 or reader.events:
+            if refusal.status != 503 or reader.events:
                 tally.failures.append(str(refusal))
             await asyncio.sleep(0.1)
         except ValueError as error:
@@ -221,8 +218,6 @@ def report(tally: Tally, books: Books) -> None:
     print(f"{tally.resumes} resumes at another gateway; {tally.own_sockets} plain streams broke with their gateway")
     for failure in tally.failures[:5]:
         print("  ", failure)
-    if tally.lost:
-        print(f"{tally.lost} resumable streams were lost with their gateway and the scheduler at once")
     for role, pauses in sorted(tally.pauses.items()):
         if pauses:
             ordered = sorted(pauses)
