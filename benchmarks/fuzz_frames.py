@@ -170,10 +170,10 @@ class Flood:
 
     async def _read(self) -> None:
         """Until the hub has read what has arrived: what waits there would look like a leak."""
-        while True:
+        await asyncio.sleep(0)
+        while self._hub._socket.zmq.poll(0):
+            self._hub._socket.read()  # asking took the edge that would have told it
             await asyncio.sleep(0)
-            if not self._hub._socket.zmq.poll(0):
-                return
 
     def close(self) -> None:
         self._socket.close()
