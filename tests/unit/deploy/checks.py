@@ -253,6 +253,18 @@ def check_drain(each: Object, objects: list[Object]) -> Iterator[str]:
         yield "has too little time to load a model"
 
 
+def check_patience(each: Object, objects: list[Object]) -> Iterator[str]:
+    """A rollout is not given up while a worker may still load its weights, and gateways are ready no sooner than a worker."""
+    worker = named(objects, "Deployment", "quire-worker")
+    if each["kind"] != "Deployment" or each["metadata"]["name"] == "quire-scheduler" or worker is None:
+        return
+    probe = worker["spec"]["template"]["spec"]["containers"][0].get("startupProbe", {})
+    loading_s = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
+    given_s = each["spec"].get("progressDeadlineSeconds", 600)
+    if given_s <= loading_s:
+        yield f"counts as failed after {given_s} s, while a worker may load for {loading_s} s"
+
+
 def check_one_scheduler(each: Object, objects: list[Object]) -> Iterator[str]:
     if (each["kind"], each["metadata"]["name"]) != ("Deployment", "quire-scheduler"):
         return
@@ -269,5 +281,6 @@ CHECKS: tuple[Callable[[Object, list[Object]], Iterator[str]], ...] = (
     check_hardening,
     check_settings,
     check_drain,
+    check_patience,
     check_one_scheduler,
 )

@@ -236,6 +236,10 @@ MISTAKES: dict[str, tuple[Change, str]] = {
     "no drain": (lambda o: drop(container(o, "gateway"), "lifecycle"), "has no preStop"),
     "short grace": (lambda o: drop(pod(o, "worker"), "terminationGracePeriodSeconds"), "too little time to drain"),
     "short start": (lambda o: container(o, "worker")["startupProbe"].update(failureThreshold=10), "too little time to load"),
+    "impatient rollout": (
+        lambda o: drop(deployment(o, "worker"), "progressDeadlineSeconds"),
+        "counts as failed after 600 s, while a worker may load for 1800 s",
+    ),
     "two schedulers": (lambda o: deployment(o, "scheduler").update(replicas=2), "must be one"),
     "rolling scheduler": (lambda o: drop(deployment(o, "scheduler"), "strategy"), "must be one"),
 }
