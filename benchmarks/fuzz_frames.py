@@ -204,6 +204,8 @@ async def fuzz_sockets(frames: int, seed: int) -> dict[str, int]:
     config = Config(gateway_link="tcp://127.0.0.1:0", worker_link="tcp://127.0.0.1:0")
     service = Service(config, bytes(32))
     running = asyncio.create_task(service.run(asyncio.Event()))
+    raised: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
     floods = [
         Flood(service.gateways, messages.GATEWAY_TO_SCHEDULER, "g/fuzz", seed),
         Flood(service.workers, messages.WORKER_TO_SCHEDULER, "w/r/0", seed + 1),
@@ -221,6 +223,7 @@ async def fuzz_sockets(frames: int, seed: int) -> dict[str, int]:
     counters = service.cell.counters
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+    assert not raised, f"the loop caught {raised[0]}"
     assert grown < GROWTH_BYTES, f"sockets: memory grew by {grown} bytes"
     assert counters.audit_violations == 0, f"{counters.audit_violations} audit violations"
     return {"sent": sent, "internal_errors": counters.internal_errors, "grown": grown}

@@ -1,7 +1,8 @@
 """Messages to bytes and back. Only the message types of one link are known to its codec; everything is checked on the way in.
 
 A frame is the MessagePack array [tag, *fields]. A frame that is too long, names an unknown tag, has another number of
-fields, a field of another type or a column of a broken length raises BadFrame. Nothing is ever executed or unpickled.
+fields, a field of another type, a number beyond 62 bits or a column of a broken length raises BadFrame. Nothing is ever
+executed or unpickled.
 """
 
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -11,6 +12,7 @@ import msgpack
 from shared import messages
 
 MAX_FRAME_BYTES = 64 * 2**20
+INT_LIMIT = 2**62  # of a number in either direction: what is reckoned from two of them can still be sent
 
 # Tags are part of the protocol: never reuse one, append only.
 TAGS: dict[type, int] = {
@@ -100,6 +102,9 @@ class Codec:
             if type(value) is not expected:
                 name = shape.kind._fields[number]  # type: ignore[attr-defined]
                 raise BadFrame(f"{shape.kind.__name__}.{name} must be {expected.__name__}, got {type(value).__name__}")
+            if type(value) is int and not -INT_LIMIT < value < INT_LIMIT:
+                name = shape.kind._fields[number]  # type: ignore[attr-defined]
+                raise BadFrame(f"{shape.kind.__name__}.{name} is {value}, must be within {INT_LIMIT} of 0")
         for number, item_bytes in shape.columns:
             if len(values[number]) % item_bytes:
                 name = shape.kind._fields[number]  # type: ignore[attr-defined]

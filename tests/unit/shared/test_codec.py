@@ -19,7 +19,7 @@ LINKS = {
 }
 EVERYTHING = Codec(tuple(KINDS))
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
-    int: st.integers(-(2**63), 2**64 - 1),
+    int: st.integers(1 - 2**62, 2**62 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(max_size=20),
     bool: st.booleans(),
@@ -94,6 +94,16 @@ def test_every_field_of_another_type_is_refused_by_name(kind: Any) -> None:
             fields[number + 1] = wrong
             with pytest.raises(BadFrame, match=rf"\.{name} must be|not MessagePack"):
                 EVERYTHING.decode(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_that_could_not_be_reckoned_with_is_refused_by_name(kind: Any) -> None:
+    for name in (name for name, hint in field_types(kind).items() if hint is int):
+        for sign in (-1, 1):
+            largest = example(kind)._replace(**{name: sign * (2**62 - 1)})
+            assert EVERYTHING.decode(encode(largest)) == largest
+            with pytest.raises(BadFrame, match=rf"\.{name} is -?{2**62}, must be within {2**62} of 0"):
+                EVERYTHING.decode(encode(largest._replace(**{name: sign * 2**62})))
 
 
 @pytest.mark.parametrize("kind", KINDS)
