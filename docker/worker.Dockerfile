@@ -1,4 +1,4 @@
-# A worker: one GPU (VARIANT=cuda, the default) or the CPU (VARIANT=cpu). /metrics on 9100. It also fetches and converts models
+# A worker: one GPU (VARIANT=cuda, the default) or the CPU (VARIANT=cpu). /metrics and /ready on 9100. It also fetches and converts models
 # (python -m shared.fetch). The NVIDIA driver comes from the host (container toolkit); CUDA's libraries come with torch.
 ARG PYTHON=python:3.11-slim
 
@@ -36,5 +36,5 @@ ENV PATH=/opt/torch/bin:$PATH PYTHONPATH=/opt/packages PYTHONUNBUFFERED=1 PYTHON
 USER 10001:10001
 EXPOSE 9100
 HEALTHCHECK --interval=5s --timeout=4s --start-period=1800s --retries=3 \
-    CMD ["python", "-m", "shared.probe", "9100", "/metrics"]
+    CMD ["python", "-m", "shared.probe", "9100", "/ready"]
 ENTRYPOINT ["python", "-m", "gpu_worker"]

@@ -74,6 +74,7 @@ class Service:
         self._in_flight = 0
         self._last_plan = 0.0  # loop time
         self._draining = ""
+        self._unready = "the scheduler has not been reached yet"
         self.ended = asyncio.Event()
         self.exit_code = 0
         self._loop = asyncio.get_running_loop()
@@ -106,6 +107,10 @@ class Service:
         await asyncio.gather(alive, link, return_exceptions=True)
         await asyncio.to_thread(self._stop_threads)
         return self.exit_code
+
+    def unready(self) -> str:
+        """Why this worker gets no work; empty: it does. From any thread."""
+        return f"draining: {self._draining}" if self._draining else self._unready
 
     def _stop_threads(self) -> None:
         if self._turns is not None and self._lifeline is not None:
@@ -157,6 +162,7 @@ class Service:
             case WorkerWelcome(epoch=epoch, credits=credits, turn=turn):
                 if self._turns is not None:
                     self._turns.welcome(self._incarnation, f"{epoch}.{turn}")
+                self._unready = ""
                 log.info("welcome", extra={"replica": self._replica, "epoch": epoch, "credits": credits})
             case Drain(reason=reason):
                 self.drain(reason)
@@ -167,6 +173,7 @@ class Service:
 
     def on_lost(self, reason: str, fatal: bool) -> None:
         log.warning("lost the scheduler", extra={"reason": reason, "fatal": fatal})
+        self._unready = f"lost the scheduler: {reason}"
         self._new_incarnation()
         if fatal:
             self.exit_code = _refuse(f"the scheduler refused this worker: {reason}")
@@ -261,7 +268,7 @@ async def _serve(config: Config, seat: Seat | None) -> int:
     loader.shutdown()
     try:
         service = Service(config, loading.result())
-        serve_metrics(service.metrics.registry, config.metrics_port, config.metrics_host)
+        serve_metrics(service.metrics.registry, config.metrics_port, config.metrics_host, service.unready)
     except (ModelError, BadConfig) as error:
         return _refuse(str(error))
     except GroupError as error:

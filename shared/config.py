@@ -87,7 +87,7 @@ class Config:
     otlp_endpoint: str = _setting("", "OpenTelemetry collector that gets traces, as http://collector:4318; empty: no traces")
     trace_share: float = _setting(1.0, "share of the requests that are traced where the caller does not say, 0 to 1")
     metrics_port: int = _setting(
-        0, "port of a role's /metrics; a gateway's /health and /ready too, without key or TLS; 0: none"
+        0, "port of a role's /metrics, a worker's /ready, a gateway's /health and /ready, without key or TLS; 0: none"
     )
     metrics_host: str = _setting("127.0.0.1", "address that metrics_port listens on")
 

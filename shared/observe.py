@@ -1,8 +1,9 @@
-"""Logs and metrics of one process: one line per event with ids, as text or as JSON; metrics over loopback HTTP."""
+"""Logs and metrics of one process: one line per event with ids, as text or as JSON; metrics and readiness over HTTP."""
 
 import json
 import logging
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -48,11 +49,28 @@ def setup_logging(config: Config) -> Output:
     return output
 
 
-def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> None:
-    """Serve /metrics of a scheduler or worker from a thread of its own; port 0: not at all. BadConfig when it cannot."""
+def serve_metrics(
+    registry: CollectorRegistry, port: int, host: str = "127.0.0.1", unready: Callable[[], str] | None = None
+) -> None:
+    """Serve /metrics of a scheduler or worker from a thread of its own; port 0: not at all. BadConfig when it cannot.
+
+    unready: why this role cannot do its work now, or nothing; /ready then answers 503 with the reason, or 200.
+    """
     if not port:
         return
     try:
-        start_http_server(port, addr=host, registry=registry)
+        server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise BadConfig(f"metrics_port = {port}: cannot listen on {host}: {error.strerror}") from None
+    metrics = server.get_app()
+    if unready is None or metrics is None:
+        return
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/ready":
+            return metrics(environ, start_response)
+        reason = unready()
+        start_response("503 Service Unavailable" if reason else "200 OK", [("Content-Type", "text/plain; charset=utf-8")])
+        return [(reason or "ready").encode() + b"\n"]
+
+    server.set_app(app)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from gpu_worker.loading import load
 from gpu_worker.model.spec import read_spec
 from gpu_worker.model.weights import Dummy, tensor_shapes
+from quire.machine import free_ports
 from shared.codec import Codec
 from shared.columns import i32, read_i32
 from shared.config import Config
@@ -35,6 +36,7 @@ from shared.messages import (
     WorkerWelcome,
 )
 from shared.model_folder import ModelError
+from shared.probe import probe
 from shared.sampling import Sampling
 from shared.wire import Hub
 from tests.plan_driver import make_plan
@@ -77,6 +79,7 @@ class Worker:
 
     hub: Hub
     process: asyncio.subprocess.Process
+    metrics_port: int
     received: asyncio.Queue[tuple[str, Any]] = field(default_factory=asyncio.Queue)
     peer: str = ""
 
@@ -97,6 +100,15 @@ class Worker:
         assert done.step == plan.step
         return done
 
+    async def until_ready(self, wanted: str) -> None:
+        """Until a probe of /ready says so (the first words: empty when the worker is ready)."""
+        async with asyncio.timeout(60):
+            while True:
+                said = await asyncio.to_thread(probe, self.metrics_port, "/ready")
+                if said.removeprefix("status 503: ").startswith(wanted) and bool(said) == bool(wanted):
+                    return
+                await asyncio.sleep(0.05)
+
 
 class Inbox:
     def __init__(self) -> None:
@@ -112,12 +124,14 @@ class Inbox:
 @pytest.fixture
 async def worker(folder: Path) -> AsyncIterator[Worker]:
     inbox = Inbox()
+    (port,) = free_ports(1)
     hub = Hub("tcp://127.0.0.1:0", Codec(WORKER_TO_SCHEDULER), inbox, heartbeat_s=0.2, silence_s=5)
     beating = asyncio.create_task(hub.run())
     process = await asyncio.create_subprocess_exec(
-        *command(folder, "--worker-link", hub.address, "--name", "r1", "--heartbeat-s", "0.2"), cwd=ROOT
+        *command(folder, "--worker-link", hub.address, "--name", "r1", "--heartbeat-s", "0.2", "--metrics-port", str(port)),
+        cwd=ROOT,
     )
-    yield Worker(hub, process, inbox.queue)
+    yield Worker(hub, process, port, inbox.queue)
     if process.returncode is None:
         process.kill()
         await process.wait()
@@ -157,13 +171,26 @@ async def test_plans_faults_and_drain(worker: Worker) -> None:
     worker.send(WorkerWelcome(1, 2, 1))
     repeated = await worker.result(prefill(1, 1, [5, 6, 7], 11))
     assert read_i32(repeated.tokens).tolist() == first
-    await asyncio.wait_for(alive(worker), 5)
+    await asyncio.wait_for(alive(worker), 60)
 
     worker.process.send_signal(signal.SIGTERM)
     assert isinstance(await worker.next(Drain), Drain)
     late = await worker.result(make_plan(2, num_decode=1, row_slots=i32([1])))  # what runs may finish
     assert read_i32(late.tokens).tolist() == second
-    assert await asyncio.wait_for(worker.process.wait(), 10) == 0
+    assert await asyncio.wait_for(worker.process.wait(), 60) == 0
+
+
+async def test_it_is_ready_while_the_scheduler_gives_it_work(worker: Worker) -> None:
+    await worker.next(WorkerHello)
+    await worker.until_ready("the scheduler has not been reached yet")
+    worker.send(WorkerWelcome(1, 2, 1))
+    await worker.until_ready("")
+    worker.send(Reset("who are you?", False))
+    await worker.until_ready("lost the scheduler: who are you?")
+    await worker.next(WorkerHello)
+    worker.send(WorkerWelcome(2, 2, 1))
+    await worker.until_ready("")
+    assert await asyncio.to_thread(probe, worker.metrics_port, "/metrics") == ""
 
 
 async def alive(worker: Worker) -> None:
@@ -199,7 +226,7 @@ async def test_a_scheduler_that_forgot_the_worker_gets_its_inventory(worker: Wor
 async def test_a_final_refusal_ends_the_worker_with_the_reason(worker: Worker) -> None:
     await worker.next(WorkerHello)
     worker.send(Reset("model 123 is not 456", True))
-    assert await asyncio.wait_for(worker.process.wait(), 10) == 2
+    assert await asyncio.wait_for(worker.process.wait(), 60) == 2
 
 
 async def test_sigterm_without_a_scheduler_ends_at_once(folder: Path) -> None:
@@ -210,7 +237,7 @@ async def test_sigterm_without_a_scheduler_ends_at_once(folder: Path) -> None:
     while b"memory plan" not in await asyncio.wait_for(process.stderr.readline(), 60):
         pass
     process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 def broken(folder: Path, target: Path, change: str) -> Path:

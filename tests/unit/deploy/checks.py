@@ -18,7 +18,7 @@ BY_HAND = {"quire-keys-gateway", "quire-keys-scheduler", "quire-keys-worker", "q
 PROBED = {
     "gateway": {("metrics", "/health"), ("metrics", "/ready")},
     "scheduler": {("metrics", "/metrics")},
-    "worker": {("metrics", "/metrics")},
+    "worker": {("metrics", "/metrics"), ("metrics", "/ready")},
 }
 LISTENS = {
     "gateway": {8000, 9100},
@@ -248,6 +248,8 @@ def check_drain(each: Object, objects: list[Object]) -> Iterator[str]:
         yield "has no preStop: it would be stopped while it still gets work"
     if pod["spec"].get("terminationGracePeriodSeconds", 30) < 60:
         yield "has too little time to drain"
+    if container.get("readinessProbe", {}).get("httpGet", {}).get("path") != "/ready":
+        yield "counts as ready before it gets work: a rollout would go on to the next"
     probe = container.get("startupProbe", {})
     if each["metadata"]["name"] == "quire-worker" and probe.get("periodSeconds", 0) * probe.get("failureThreshold", 0) < 600:
         yield "has too little time to load a model"

@@ -171,7 +171,7 @@ MISTAKES: dict[str, tuple[Change, str]] = {
         "livenessProbe asks for /health on http",
     ),
     "probe path": (
-        lambda o: container(o, "worker")["readinessProbe"]["httpGet"].update(path="/ready"),
+        lambda o: container(o, "scheduler")["readinessProbe"]["httpGet"].update(path="/ready"),
         "readinessProbe asks for /ready on metrics",
     ),
     "name of the model": (
@@ -234,6 +234,10 @@ MISTAKES: dict[str, tuple[Change, str]] = {
         "which no service offers",
     ),
     "no drain": (lambda o: drop(container(o, "gateway"), "lifecycle"), "has no preStop"),
+    "ready too early": (
+        lambda o: container(o, "worker")["readinessProbe"]["httpGet"].update(path="/metrics"),
+        "counts as ready before it gets work",
+    ),
     "short grace": (lambda o: drop(pod(o, "worker"), "terminationGracePeriodSeconds"), "too little time to drain"),
     "short start": (lambda o: container(o, "worker")["startupProbe"].update(failureThreshold=10), "too little time to load"),
     "impatient rollout": (

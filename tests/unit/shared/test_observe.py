@@ -79,7 +79,7 @@ def test_metrics_are_served_on_their_port() -> None:
     (port,) = free_ports(1)
     serve_metrics(registry, 0)  # not at all
     serve_metrics(registry, port)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         assert b"quire_test_total 3.0" in answer.read()
     with pytest.raises(BadConfig, match=f"metrics_port = {port}: cannot listen on 127.0.0.1: Address already in use"):
         serve_metrics(registry, port)
