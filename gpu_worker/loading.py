@@ -1,7 +1,6 @@
 """From settings to a Runner that is ready for plans. Everything that can be wrong with a start is said here."""
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from gpu_worker.runner import Runner
 from shared import model_folder, model_store
 from shared.config import BadConfig, Config
 from shared.model_folder import ModelError
+from shared.process import usable_cores
 from shared.token_ids import num_token_ids
 
 log = logging.getLogger("quire.worker")
@@ -82,7 +82,7 @@ def load(config: Config, seat: Seat | None = None) -> Loaded:
 
 def set_threads(config: Config) -> None:
     """torch's threads of the calling thread's work."""
-    torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.cpu_threads or usable_cores())
 
 
 def _device(config: Config) -> torch.device:

@@ -49,7 +49,7 @@ class Config:
     kv_cache_bytes: int = _setting(0, "bytes of KV pages; 0: what the memory plan leaves on a GPU, 512 MiB on a CPU")
     tensor_parallel_size: int = _setting(1, "GPUs of this machine that share one copy of the model (on a CPU: processes)")
     device: str = _setting("auto", "auto (a GPU if there is one), cuda or cpu")
-    cpu_threads: int = _setting(0, "threads of a CPU worker; 0: all cores")
+    cpu_threads: int = _setting(0, "threads of a CPU worker; 0: all cores, or what the container's CPU limit allows")
 
     # HTTP
     host: str = _setting("127.0.0.1", "address the gateway listens on")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from shared import config as settings
 from shared import gpus
 from shared.config import FATAL_EXIT, BadConfig, Config
-from shared.process import dies_with_parent
+from shared.process import dies_with_parent, usable_cores
 
 END_S = 15.0  # for the other ranks, once one has ended by itself
 
@@ -44,7 +44,7 @@ def rank_devices(config: Config) -> list[str]:
 
 def rank_config(config: Config, rank: int, name: str, *, on_cpu: bool) -> Config:
     """The settings of one rank: all of a replica have its name, the first speaks for it, a CPU is divided."""
-    size, cores = config.tensor_parallel_size, len(os.sched_getaffinity(0))
+    size, cores = config.tensor_parallel_size, usable_cores()
     return dataclasses.replace(
         config,
         name=name,
