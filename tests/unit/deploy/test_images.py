@@ -232,6 +232,21 @@ def test_the_options_of_the_gateway_are_settings_and_mounted() -> None:
         from_sources({}, gateway["environment"])
 
 
+def gpus(service: dict[str, Any]) -> list[str]:
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", number) for number in device["device_ids"]]
+
+
+def test_a_second_replica_has_a_gpu_of_its_own_and_is_scraped() -> None:
+    text = (ROOT / "compose.replicas.yaml").read_text().replace("!override ", "")
+    (second,) = yaml.safe_load(text)["services"].values()
+    assert second["extends"] == {"file": "compose.yaml", "service": "worker"}
+    assert (gpus(stack()["services"]["worker"]), gpus(second)) == (["0"], ["1"])
+    jobs = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())["scrape_configs"]
+    (names,) = (job["dns_sd_configs"][0]["names"] for job in jobs if job["job_name"] == "worker")
+    assert set(names) <= set(second["networks"]["inner"]["aliases"])
+
+
 def test_each_role_sees_its_own_secret_only() -> None:
     services = stack()["services"]
     for role in ROLES:
