@@ -279,6 +279,9 @@ def test_the_overlay_of_the_readme(tmp_path: Path) -> None:
     model = checks.named(found, "ConfigMap", name)
     assert model and model["data"] == {"QUIRE_MODEL": "Qwen/Qwen3-8B", "QUIRE_SERVED_MODEL_NAME": "qwen3-8b"}
     assert container(found, "worker")["image"] == "registry.example.com/quire-worker:0.1.0"
+    assert spec(found, "PersistentVolumeClaim", "models")["storageClassName"] == "nfs"
+    watched = [checks.named(found, kind, "quire") for kind in NO_SCHEMA]
+    assert all(each and "release" in each["metadata"]["labels"] for each in watched)
 
 
 def test_the_key_rotation_of_the_readme(tmp_path: Path) -> None:
