@@ -21,7 +21,7 @@ from gpu_worker.kernels import fp8_linear, w4a16_linear
 from gpu_worker.kernels.launch import compiling_only
 from gpu_worker.quant.formats.fp8 import quantize
 from gpu_worker.quant.linear import ByteLinear
-from gpu_worker.quant.packed import PackedInts
+from gpu_worker.quant.packed import KernelInts, PackedInts, for_kernels
 from gpu_worker.quant.scheme import Activations
 from tests.quant_kernel_checks import check_byte_linear, check_int_linear, check_rounding, corner_rows, noise, random_ints
 
@@ -101,11 +101,11 @@ def copies(num_bytes: int) -> int:
     return max(COLD_BYTES // num_bytes, 1)
 
 
-def int_runs(x: Tensor, packed: list[PackedInts]) -> dict[str, list[Callable[[], object]]]:
+def int_runs(x: Tensor, packed: list[KernelInts]) -> dict[str, list[Callable[[], object]]]:
     def run(**how: int) -> list[Callable[[], object]]:
         return [
             lambda each=each: w4a16_linear.w4a16_linear(  # type: ignore[misc]
-                x, each.words, each.scales, each.zeros, each.group, each.bits, None, **how
+                x, each, None, **how
             )
             for each in packed
         ]
@@ -117,16 +117,15 @@ def int_runs(x: Tensor, packed: list[PackedInts]) -> dict[str, list[Callable[[],
     return runs
 
 
-def tune_ints(x: Tensor, packed: list[PackedInts]) -> str:
+def tune_ints(x: Tensor, packed: list[KernelInts]) -> str:
     """The fastest of many shapes of the fused kernel; each must equal the shipped one's result."""
     rows = x.shape[0]
-    out = x.new_empty((rows, packed[0].num_rows))
-    first = packed[0]
-    right = w4a16_linear.w4a16_linear(x, first.words, first.scales, first.zeros, first.group, first.bits).float()
+    out = x.new_empty((rows, packed[0].words.shape[1]))
+    right = w4a16_linear.w4a16_linear(x, packed[0]).float()
     narrow = max(16, min(triton.next_power_of_2(rows), 64))
     widths = (narrow,) if rows <= 64 else (64, 128, 256)
     shapes = [
-        {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages, "waves": waves}
+        {"BM": bm, "BN": bn, "num_warps": warps, "STAGES": stages, "waves": waves}
         for bm, bn, warps, stages, waves in itertools.product(
             widths, (32, 64, 128), (4, 8), (3, 4, 6), (1, 2, 4, 8) if rows <= 64 else (1,)
         )
@@ -136,7 +135,7 @@ def tune_ints(x: Tensor, packed: list[PackedInts]) -> str:
     def runs(shape: dict[str, int]) -> list[Callable[[], object]]:
         return [
             lambda each=each: w4a16_linear._fused(  # type: ignore[misc]
-                x, each.words, each.scales, each.zeros, each.group, each.bits, None, out, shape
+                x, each, None, out, shape
             )
             for each in packed
         ]
@@ -161,7 +160,10 @@ def measure(rows_list: list[int], tune: bool, names: list[str]) -> None:
     for name in names:
         n, k = SHAPES[name]
         dense = [(noise(n, k, device="cuda") / k**0.5).to(BF16) for _ in range(copies(2 * n * k))]
-        packed = [random_ints(n, k, 128, bits=4, zeros=True, act_order=False, device="cuda") for _ in range(copies(n * k // 2))]
+        packed = [
+            for_kernels(random_ints(n, k, 128, bits=4, zeros=True, act_order=False, device="cuda"))
+            for _ in range(copies(n * k // 2))
+        ]
         how = Activations(kind="float", granularity="group", group=128)
         made: dict[str, list[ByteLinear]] = {"fp8 rows": [], "fp8 blocks": []}
         for _ in range(copies(n * k)):

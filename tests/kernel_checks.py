@@ -13,6 +13,7 @@ from gpu_worker.kernels.attention_prefill import attention_prefill
 from gpu_worker.kernels.attention_shared import attention_shared
 from gpu_worker.kernels.decode_schedule import Groups
 from gpu_worker.kernels.embed import embed
+from gpu_worker.kernels.few_rows_linear import few_rows_linear, few_rows_shape
 from gpu_worker.kernels.logprobs import logprobs
 from gpu_worker.kernels.rms_norm import add_rms_norm, rms_norm
 from gpu_worker.kernels.rope_and_store import rope_and_store
@@ -334,6 +335,27 @@ def check_skinny(outputs: int, inputs: int, dtype: torch.dtype, device: str) -> 
     expected = product + residual.double()
     assert skinny_linear(x, weight, residual=residual, out=residual) is residual
     assert error(residual, expected) < tolerance(dtype)
+
+
+def check_few_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str, split: int = 0) -> None:
+    """split: parts of the inner dimension instead of the shipped choice."""
+    base = torch.randn((rows, inputs + 16), device=device).to(dtype)
+    x = base[:, :inputs]
+    weight = torch.randn((outputs, inputs), device=device).to(dtype) / inputs**0.5
+    bias = torch.randn(outputs, device=device).to(dtype)
+    product = x.double() @ weight.double().T
+    shapes = [few_rows_shape(rows, outputs, silu=False)]
+    if split:
+        shapes += [
+            {**shapes[0], "BN": 32, "BK": 64, "STAGES": 2, "SPLIT": split, "SWAP": swap, "num_warps": 4} for swap in (0, 1)
+        ]
+    for shape in shapes:
+        out = torch.full((rows, outputs), torch.nan, dtype=dtype, device=device)
+        assert few_rows_linear(x, weight, out=out, shape=shape) is out
+        assert error(out, product) < tolerance(dtype)
+        assert error(few_rows_linear(x, weight, bias, shape=shape), product + bias.double()) < tolerance(dtype)
+    gate, up = product.chunk(2, -1)
+    assert error(few_rows_linear(x, weight, silu=True), torch.nn.functional.silu(gate) * up) < tolerance(dtype)
 
 
 def check_apply_plan(device: str) -> None:

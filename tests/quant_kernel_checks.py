@@ -7,7 +7,7 @@ from gpu_worker import reference
 from gpu_worker.kernels import fp8_linear, one_row, w4a16_linear
 from gpu_worker.quant.formats.words import in_order_groups
 from gpu_worker.quant.linear import ByteLinear
-from gpu_worker.quant.packed import PackedInts, pack
+from gpu_worker.quant.packed import PackedInts, for_kernels, pack
 from gpu_worker.quant.rounding import quantize_rows
 from gpu_worker.quant.scheme import Activations
 from gpu_worker.quant.weights import IntWeight
@@ -43,7 +43,7 @@ def check_int_linear(rows: int, packed: PackedInts, dtype: torch.dtype, *, bias:
     added = noise(n, device=device, seed=9).to(dtype) if bias else None
     weight = packed.dequantize(0, n).double()[:, : x.shape[1]]
     exact = x.double() @ weight.t() + (0 if added is None else added.double())
-    how = (packed.words, packed.scales, packed.zeros, packed.group, packed.bits, added)
+    how = (for_kernels(packed), added)
     y = w4a16_linear.w4a16_linear(x, *how, unpack_rows_from=0 if unpacked else 10**9)
     assert y.dtype == dtype and y.shape == (rows, n)
     if rows:

@@ -11,6 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import (
+    begin_short_kernel,
+    overlapped,
+    release_next,
+    wait_for_previous,
+)
 from gpu_worker.kernels.split_k import choose_split, counters, finish_tile
 
 SKINNY_ROWS = 64
@@ -18,6 +24,7 @@ LIBRARY_ROWS = 64  # above this, the library multiplies where it can: one scale 
 LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 HUGE = tl.constexpr(2.0**127)  # of a scale times the largest value, so that it does not overflow again
+INFINITY_BITS = tl.constexpr(0x7F800000)
 HALF_ULP = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest whole number
 
 
@@ -35,9 +42,10 @@ class Rounding(Protocol):
 @triton.jit
 def _quantize_rows(
     x, out, scales, input_scale, x_stride, K, groups,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program a row and group: x [T, K] -> out [T, K], scales f32[T, groups].
+    begin_short_kernel(PDL)
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
     column = number * GROUP + place
@@ -47,11 +55,12 @@ def _quantize_rows(
     if STATIC:
         scale = tl.maximum(tl.load(input_scale), TINY)
     else:
-        top = tl.max(tl.where(value == value, tl.abs(value), 0.0), 0)
+        # The bits of absolute values are ordered as they are, and a NaN is above all: one reduction finds both.
+        top_bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        top = top_bits.to(tl.float32, bitcast=True)
         scale = tl.maximum(tl.div_rn(tl.minimum(top, HUGE), largest), TINY)
-        has_nan = tl.max((value != value).to(tl.int32), 0)
-        scale = tl.where(has_nan > 0, float("nan"), scale)
-    scaled = tl.div_rn(value, scale)
+        scale = tl.where(top_bits > INFINITY_BITS, float("nan"), scale)
+    scaled = value * tl.div_rn(1.0, scale)
     scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -largest), largest), 0.0)  # a NaN is in the scale
     if not FLOAT:
         scaled = (scaled + HALF_ULP) - HALF_ULP
@@ -71,7 +80,7 @@ def quantize_rows(x: Tensor, how: Rounding, input_scale: Tensor | None = None) -
         _quantize_rows[(rows, groups)](
             x, out, scales, x if input_scale is None else input_scale, x.stride(0), k, groups,
             GROUP=group, BLOCK=block, FLOAT=how.kind == "float", STATIC=input_scale is not None,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // 512, 1), 16), **overlapped(x),
         )  # fmt: skip
     return out, scales
 
@@ -90,7 +99,7 @@ def _bytes(start, cell, inside, EVEN_K: tl.constexpr):
 def _byte_linear(
     x, x_scales, values, scales, bias, out, parts, arrived, M, N, K, x_groups, scale_columns, steps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, BLOCKED: tl.constexpr,
-    SWAP: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SWAP: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # x [M, K], values [N, K] of one byte, contiguous; x_scales f32[M, x_groups]; scales f32[blocks, N]; out [M, N].
     # BLOCKED: every BK columns lie in one block of scale_columns; otherwise all K columns of a row share a scale.
@@ -102,6 +111,7 @@ def _byte_linear(
     kind: tl.constexpr = tl.int32 if integer and not BLOCKED else tl.float32
     total = tl.zeros((BN, BM) if SWAP else (BM, BN), kind)
     per_part = tl.cdiv(steps, SPLIT)
+    wait_for_previous(PDL)
     for step in range(part * per_part, tl.minimum((part + 1) * per_part, steps)):
         k = step * BK + i
         # Rows beyond M or N repeat the last one: they are not stored.
@@ -119,6 +129,7 @@ def _byte_linear(
             total = tl.dot(w, tl.trans(a), total, out_dtype=kind)
         else:
             total = tl.dot(a, tl.trans(w), total, out_dtype=kind)
+    release_next(PDL)
     result = (tl.trans(total) if SWAP else total).to(tl.float32)
     if not BLOCKED:
         x_scale = tl.load(x_scales + m, mask=m_inside, other=0.0)
@@ -144,13 +155,13 @@ def byte_linear(
 
 
 def _shape(rows: int, n: int) -> dict[str, int]:
-    """Tile sizes, launch options and waves of programs. W [n, K]."""
+    """Tile sizes, launch options and waves of programs, as measured on an H200. W [n, K]."""
+    wide = n > 8192
     if rows <= 16:
-        return {"BM": 16, "BN": 64, "BK": 256, "SWAP": 1, "num_warps": 4, "num_stages": 4, "waves": 4}
+        return {"BM": 16, "BN": 128 if wide else 64, "BK": 256, "SWAP": 1, "num_warps": 8 if wide else 4,
+                "num_stages": 3 if wide else 4, "waves": 1}  # fmt: skip
     if rows <= SKINNY_ROWS:
-        wide = n > 8192
-        return {"BM": 64, "BN": 128 if wide else 64, "BK": 128, "SWAP": 1, "num_warps": 4, "num_stages": 4,
-                "waves": 1 if wide else 2}  # fmt: skip
+        return {"BM": 64, "BN": 64, "BK": 128 if wide else 256, "SWAP": 1, "num_warps": 4, "num_stages": 3, "waves": 1}
     return {"BM": 128, "BN": 128, "BK": 128, "SWAP": 0, "num_warps": 8, "num_stages": 3, "waves": 1}
 
 
@@ -172,5 +183,6 @@ def _fused(
     _byte_linear[(*grid, split)](
         x, x_scales, values, scales, out if bias is None else bias, out, parts, counters(x.device),
         m, n, k, x_scales.shape[1], block if blocked else k, steps,
-        SPLIT=split, BLOCKED=blocked, EVEN_K=k % shape["BK"] == 0, HAS_BIAS=bias is not None, **shape,
+        SPLIT=split, BLOCKED=blocked, EVEN_K=k % shape["BK"] == 0, HAS_BIAS=bias is not None,
+        **shape, **overlapped(x),
     )  # fmt: skip

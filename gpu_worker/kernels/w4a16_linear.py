@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previous
 from gpu_worker.kernels.split_k import choose_split, counters, finish_tile
+from gpu_worker.quant.packed import KernelInts
 
 SKINNY_ROWS = 64
 UNPACK_ROWS = 384
@@ -29,13 +31,14 @@ _F16_2, _F16_3 = tl.constexpr(_F16.format(8)), tl.constexpr(_F16.format(12))
 
 
 @triton.jit
-def _offset(zeros, at, inside, BITS: tl.constexpr, TOP: tl.constexpr, HAS_ZEROS: tl.constexpr, BN: tl.constexpr):
-    """f32[BN]: TOP + the zero point of one group."""
-    if HAS_ZEROS:  # noqa: SIM108  (the other branch must not be compiled)
-        zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+def _scale_and_zero(table, KIND: tl.constexpr):
+    """Entries of a table (see KernelInts) -> f32 scales, i32 zero points."""
+    if KIND == "float32":
+        return table.to(tl.int32).to(tl.float32, bitcast=True), (table >> 32).to(tl.int32)
+    elif KIND == "bfloat16":
+        return (table << 16).to(tl.float32, bitcast=True), table >> 16
     else:
-        zero = tl.full((BN,), 1 << (BITS - 1), tl.float32)
-    return zero + TOP
+        return table.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32), table >> 16
 
 
 @triton.jit
@@ -75,11 +78,12 @@ def _plane_asm(words, zero, J: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _int_linear(
-    x, words, scales, zeros, bias, out, parts, arrived, x_stride, M, N, K, blocks,
-    GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
+    x, words, table, bias, out, parts, arrived, x_stride, M, N, K, blocks,
+    GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # x [M, K] rows of x_stride; words i16[blocks, N, 32]; scales, zeros [G, N]; out [M, N].
+    # x [M, K] rows of x_stride; words i16[blocks, N, 32]; table [G, N]; out [M, N].
     # RUN: planes of a block that share a scale. Programs of one tile: SPLIT runs of blocks.
     PLANES: tl.constexpr = 16 // BITS
     dtype: tl.constexpr = x.dtype.element_ty
@@ -90,14 +94,23 @@ def _int_linear(
     x_row = x + m.to(tl.int64)[None, :] * x_stride
     first = part * tl.cdiv(blocks, SPLIT)
     word = words + (first.to(tl.int64) * N + n)[:, None] * PLANE + i[None, :]
+    wait_for_previous(PDL)
     total = tl.zeros((BN, BM), tl.float32)
-    for block in range(first, tl.minimum(first + tl.cdiv(blocks, SPLIT), blocks)):
-        packed = tl.load(word, mask=n_inside[:, None], other=0)
+    for block in tl.range(first, tl.minimum(first + tl.cdiv(blocks, SPLIT), blocks), num_stages=STAGES):
+        if EVEN_N:  # noqa: SIM108  (the other branch must not be compiled)
+            packed = tl.load(word)
+        else:
+            packed = tl.load(word, mask=n_inside[:, None], other=0)
         word += N * PLANE
         for run in tl.static_range(PLANES // RUN):
             start = (block * PLANES + run * RUN) * PLANE
-            at = (start // GROUP) * N + n
-            offset = _offset(zeros, at, n_inside, BITS, TOP, HAS_ZEROS, BN).to(dtype if ASM else tl.float32)
+            cell = table + (start // GROUP) * N + n
+            if EVEN_N:  # noqa: SIM108  (the other branch must not be compiled)
+                entry = tl.load(cell)
+            else:
+                entry = tl.load(cell, mask=n_inside, other=0)
+            scale, zero = _scale_and_zero(entry, KIND)
+            offset = (zero + TOP).to(tl.float32).to(dtype if ASM else tl.float32)
             of_group = tl.zeros((BN, BM), tl.float32)
             if RUN == 4:
                 # One product of 128 columns: the matrix unit is waited for once.
@@ -118,16 +131,15 @@ def _int_linear(
                     x_tile = tl.load(x_row + k[:, None], mask=m_inside[None, :] & (k < K)[:, None], other=0.0)
                 weight = _plane(packed, offset, run * RUN + j, BITS, dtype, ASM)
                 of_group = tl.dot(weight, x_tile, of_group, input_precision="ieee")
-            scale = tl.load(scales + at, mask=n_inside, other=0.0).to(tl.float32)
             total += of_group * scale[:, None]
+    release_next(PDL)
     tile = pid_n * tl.num_programs(0) + pid_m
     finish_tile(out, bias, parts, arrived, tl.trans(total), m, n, tile, part, M, N, SPLIT, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["first", "rows"])
 def _unpack(
-    words, scales, zeros, out, first, rows, N, group, columns,
-    BITS: tl.constexpr, BN: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    words, table, out, first, rows, N, group, columns, BITS: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
     # Rows first .. first + rows of W [N, columns], unpacked into out [rows, columns]: exact products, rounded once.
     PLANES: tl.constexpr = 16 // BITS
@@ -139,92 +151,84 @@ def _unpack(
     for j in tl.static_range(PLANES):
         start = (block * PLANES + j) * PLANE
         at = (start // group) * N + n
-        scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-        offset = _offset(zeros, at, inside, BITS, 0, HAS_ZEROS, BN)
-        weight = _plane(packed, offset, j, BITS, tl.float32, False) * scale[:, None]
+        scale, zero = _scale_and_zero(tl.load(table + at, mask=inside, other=0), KIND)
+        weight = _plane(packed, zero.to(tl.float32), j, BITS, tl.float32, False) * scale[:, None]
         column = start + i
         cell = row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(out + cell, weight.to(out.dtype.element_ty), mask=inside[:, None] & (column < columns)[None, :])
 
 
-def unpack_rows(words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, first: int, out: Tensor) -> None:
+def _kind(weight: KernelInts) -> str:
+    return str(weight.scale_dtype).removeprefix("torch.")
+
+
+def unpack_rows(weight: KernelInts, first: int, out: Tensor) -> None:
     """Fill out [rows, columns] with rows first .. first + rows of W; columns past W's own get what fills up its last block."""
     rows, columns = out.shape
-    grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 32 * (16 // bits)))
-    has_zeros = zeros is not None
+    grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 32 * (16 // weight.bits)))
     _unpack[grid](
-        words, scales, zeros if has_zeros else scales, out, first, rows, words.shape[1], group, columns,
-        BITS=bits, BN=16, HAS_ZEROS=has_zeros, num_warps=4,
+        weight.words, weight.table, out, first, rows, weight.words.shape[1], weight.group, columns,
+        BITS=weight.bits, BN=16, KIND=_kind(weight), num_warps=4,
     )  # fmt: skip
 
 
-def w4a16_linear(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    group: int,
-    bits: int,
-    bias: Tensor | None = None,
-    unpack_rows_from: int = UNPACK_ROWS,
-) -> Tensor:
+def w4a16_linear(x: Tensor, weight: KernelInts, bias: Tensor | None = None, unpack_rows_from: int = UNPACK_ROWS) -> Tensor:
     """x [M, K] bf16, f16 or f32, columns in the order of the words, rows contiguous -> [M, N] of x's dtype.
 
-    words i16[blocks, N, 32], K <= blocks * 32 * 16 / bits; scales [G, N], zeros u8[G, N], group: columns per scale.
+    K <= the columns of the words.
     """
-    rows = x.shape[0]
-    out = torch.empty((rows, words.shape[1]), dtype=x.dtype, device=x.device)
+    rows, n = x.shape[0], weight.words.shape[1]
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows > unpack_rows_from:
-        _unpacked(x, words, scales, zeros, group, bits, bias, out)
+        _unpacked(x, weight, bias, out)
     elif rows:
-        _fused(x, words, scales, zeros, group, bits, bias, out, _shape(rows, out.shape[1], x.shape[1]))
+        _fused(x, weight, bias, out, _shape(rows, n, x.shape[1]))
     return out
 
 
-def _unpacked(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, bias: Tensor | None, out: Tensor
-) -> None:
+def _unpacked(x: Tensor, weight: KernelInts, bias: Tensor | None, out: Tensor) -> None:
     n, k = out.shape[1], x.shape[1]
     step = max(UNPACK_ELEMENTS // k // 16 * 16, 16)
     slice_of_w = torch.empty((min(step, n), k), dtype=x.dtype, device=x.device)
     for first in range(0, n, step):
-        weight = slice_of_w[: min(step, n - first)]
-        unpack_rows(words, scales, zeros, group, bits, first, weight)
+        rows = slice_of_w[: min(step, n - first)]
+        unpack_rows(weight, first, rows)
         part = out[:, first : first + step]
         if bias is None:
-            torch.mm(x, weight.t(), out=part)
+            torch.mm(x, rows.t(), out=part)
         else:
-            torch.addmm(bias[first : first + step], x, weight.t(), out=part)
+            torch.addmm(bias[first : first + step], x, rows.t(), out=part)
 
 
 def _shape(rows: int, n: int, k: int) -> dict[str, int]:
     """Tile sizes, launch options and waves of programs, as measured on an H200. W [n, k]."""
+    wide = n > 8192
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if wide and rows <= SKINNY_ROWS:
+        return {"BM": bm, "BN": 128, "num_warps": 4, "STAGES": 4, "waves": 1}
     if rows <= 16:
-        return {"BM": 16, "BN": 64, "num_warps": 4, "num_stages": 3, "waves": 8 if k <= 8192 else 4}
-    if rows <= 32:
-        return {"BM": 32, "BN": 64, "num_warps": 4, "num_stages": 3, "waves": 2 if n > 8192 else 4}
+        long = k > 8192
+        return {"BM": bm, "BN": 128 if long or n > 4096 else 64, "num_warps": 4, "STAGES": 3, "waves": 2 if long else 4}
     if rows <= SKINNY_ROWS:
-        wide = n > 8192
-        return {"BM": 64, "BN": 128 if wide else 64, "num_warps": 4, "num_stages": 3, "waves": 1 if wide else 2}
-    return {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 3, "waves": 1}
+        return {"BM": bm, "BN": 64, "num_warps": 4, "STAGES": 3, "waves": 2}
+    return {"BM": 128, "BN": 128, "num_warps": 8, "STAGES": 3, "waves": 1}
 
 
 def _fused(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int, bias: Tensor | None, out: Tensor,
-    shape: dict[str, int], asm: bool | None = None,
-) -> None:  # fmt: skip
-    (m, k), (blocks, n, _) = x.shape, words.shape
-    planes = 16 // bits
+    x: Tensor, weight: KernelInts, bias: Tensor | None, out: Tensor, shape: dict[str, int], asm: bool | None = None
+) -> None:
+    (m, k), (blocks, n, _) = x.shape, weight.words.shape
+    planes = 16 // weight.bits
     shape = dict(shape)
     waves = shape.pop("waves")
     tiles = triton.cdiv(m, shape["BM"]) * triton.cdiv(n, shape["BN"])
     split = choose_split(tiles, blocks, x.device, waves) if m <= SKINNY_ROWS else 1
     parts = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else out
     on_gpu = x.device.type == "cuda"
-    asm = on_gpu and bits == 4 and x.dtype in (torch.bfloat16, torch.float16) if asm is None else asm
+    asm = on_gpu and weight.bits == 4 and x.dtype in (torch.bfloat16, torch.float16) if asm is None else asm
     _int_linear[(triton.cdiv(m, shape["BM"]), triton.cdiv(n, shape["BN"]), split)](
-        x, words, scales, scales if zeros is None else zeros, out if bias is None else bias, out, parts, counters(x.device),
-        x.stride(0), m, n, k, blocks, GROUP=group,
-        BITS=bits, RUN=min(group // 32, planes), SPLIT=split, EVEN_K=k == blocks * 32 * planes, HAS_ZEROS=zeros is not None,
-        HAS_BIAS=bias is not None, ASM=asm, **shape,
+        x, weight.words, weight.table, out if bias is None else bias, out, parts, counters(x.device), x.stride(0), m, n, k,
+        blocks, GROUP=weight.group, BITS=weight.bits, RUN=min(weight.group // 32, planes), KIND=_kind(weight), SPLIT=split,
+        EVEN_N=n % shape["BN"] == 0, EVEN_K=k == blocks * 32 * planes, HAS_BIAS=bias is not None, ASM=asm, **shape,
+        **overlapped(x),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpu_worker.batch import Batch
 from gpu_worker.model.embedding import Embedding
-from gpu_worker.model.linear import Matmul, multiply_into
+from gpu_worker.model.linear import Matmul, gated, multiply_into
 from gpu_worker.model.spec import ModelSpec
 from gpu_worker.ops import Ops
 
@@ -48,7 +48,7 @@ class Decoder:
             q, k, v = ops.rope_and_store(layer.qkv(x), batch, self.cos_sin, *kv, *norms, eps, scales)
             x = ops.attention(q, k, v, *kv, batch, batch.page_table, scale, layer.window, 0.0, scales)
             x = ops.add_rms_norm(layer.o(x.flatten(1)), residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            x = layer.down(gated(layer.gate_up, x, ops.silu_mul))
             x = ops.add_rms_norm(x, residual, next_norm, eps)
         return x
 

@@ -1,5 +1,7 @@
 """One matrix of the model: y = x W^T + b. Other forms of it (packed, quantized, sharded) are made from a finished Linear."""
 
+import importlib
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,6 +25,17 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """out = self(x), without a tensor in between."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """silu(gate) * up of self(x) = [gate | up]."""
+        return silu_mul(self(x))
+
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes
@@ -30,10 +43,15 @@ class Linear:
 
 def multiply_into(matrix: Matmul, x: Tensor, out: Tensor) -> None:
     """out = matrix(x), without a tensor in between where the matrix is plain."""
-    if isinstance(matrix, Linear) and matrix.bias is None:
-        torch.mm(x, matrix.weight.t(), out=out)
+    if isinstance(matrix, Linear):
+        matrix.into(x, out)
     else:
         out.copy_(matrix(x))
+
+
+def gated(matrix: Matmul, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    """silu(gate) * up of matrix(x) = [gate | up], in one kernel where there is one."""
+    return matrix.gated(x, silu_mul) if isinstance(matrix, Linear) else silu_mul(matrix(x))
 
 
 class PackedLinear:
@@ -67,4 +85,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def for_device(linear: Linear) -> Matmul:
     """The fastest form of a finished matrix where it lies."""
-    return PackedLinear(linear) if linear.weight.device.type == "cpu" and can_pack(linear.weight.dtype) else linear
+    weight = linear.weight
+    if weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16):
+        few_rows: Linear = importlib.import_module("gpu_worker.kernels.few_rows_linear").FewRowsLinear(weight, linear.bias)
+        return few_rows
+    return PackedLinear(linear) if weight.device.type == "cpu" and can_pack(weight.dtype) else linear

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.quant.joining import Form, can_join, join
-from gpu_worker.quant.packed import PackedInts, pack
+from gpu_worker.quant.packed import PackedInts, for_kernels, pack
 from gpu_worker.quant.rounding import float8_to_bf16, quantize_rows
 from gpu_worker.quant.weights import ByteWeight, Weight
 
@@ -68,23 +68,21 @@ class IntLinear:
     """Weights of 4 or 8 bits, inputs as they are."""
 
     def __init__(self, packed: PackedInts, bias: Tensor | None) -> None:
-        self._packed = packed
-        self._bias = bias
-        self._kernel = None
+        self._columns = packed.columns
+        self._multiply = partial(int_linear, packed=packed, bias=bias)
+        self._num_bytes = packed.num_bytes + _size(bias)
         if packed.words.device.type == "cuda":
-            self._kernel = importlib.import_module("gpu_worker.kernels.w4a16_linear").w4a16_linear
+            multiply = importlib.import_module("gpu_worker.kernels.w4a16_linear").w4a16_linear
+            weight = for_kernels(packed)
+            self._multiply = partial(multiply, weight=weight, bias=bias)
+            self._num_bytes = weight.num_bytes + _size(packed.columns, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        packed = self._packed
-        x = packed.arrange(x)
-        if self._kernel is not None:
-            y: Tensor = self._kernel(x, packed.words, packed.scales, packed.zeros, packed.group, packed.bits, self._bias)
-            return y
-        return int_linear(x, packed, self._bias)
+        return self._multiply(x if self._columns is None else x.index_select(1, self._columns))
 
     @property
     def num_bytes(self) -> int:
-        return self._packed.num_bytes + _size(self._bias)
+        return self._num_bytes
 
 
 def int_linear(x: Tensor, packed: PackedInts, bias: Tensor | None) -> Tensor:

@@ -144,7 +144,7 @@ def planned_bytes(spec: QuantSpec | None, shapes: Mapping[str, Shape], dtype: to
             continue
         rows, columns = shape
         per_scale = scheme.group or scheme.block[1] or columns
-        scale_bytes = 4 if scheme.layout == "plain" else 2 if scheme.symmetric else 3
+        scale_bytes = 4  # float32, or 16 bits beside a zero point
         total += rows * columns * scheme.bits / 8 + rows * -(-columns // per_scale) * scale_bytes
     return int(total)
 

@@ -79,6 +79,34 @@ class PackedInts:
         return planes.flatten(1, 2)
 
 
+@dataclass(frozen=True)
+class KernelInts:
+    """What the kernels read of PackedInts: one word for scale and zero point, wide enough to be copied ahead of its use."""
+
+    words: Tensor  # i16[blocks, N, 32]
+    table: Tensor  # i32[G, N], i64 for scales of float32: the zero point above the bits of the scale
+    scale_dtype: torch.dtype
+    group: int  # columns per scale
+    bits: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.words.nbytes + self.table.nbytes
+
+
+def for_kernels(packed: PackedInts) -> KernelInts:
+    table = _scale_table(packed.scales, packed.zeros, packed.bits)
+    return KernelInts(packed.words, table, packed.scales.dtype, packed.group, packed.bits)
+
+
+def _scale_table(scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
+    """scales [G, N], zeros u8[G, N] (None: 2^(bits - 1)) -> the table of KernelInts."""
+    size = scales.element_size() * 8
+    narrow, wide = (torch.int32, torch.int64) if size == 32 else (torch.int16, torch.int32)
+    codes = torch.full_like(scales, 1 << (bits - 1), dtype=wide) if zeros is None else zeros.to(wide)
+    return (codes << size) | (scales.contiguous().view(narrow).to(wide) & ((1 << size) - 1))
+
+
 def pack(weight: IntWeight) -> PackedInts:
     """Sort, fill up and pack a whole weight."""
     k = weight.shape[1]

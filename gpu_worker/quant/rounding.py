@@ -36,7 +36,7 @@ def quantize_rows(x: Tensor, how: Activations, input_scale: Tensor | None = None
         )
         scales = (padded.abs().amax(2).clamp(max=_HUGE) / largest).clamp(min=TINY)
     spread = scales.repeat_interleave(group, 1)[:, : x.shape[1]]
-    scaled = (values / spread).clamp(-largest, largest)
+    scaled = (values * spread.reciprocal()).clamp(-largest, largest)
     if how.kind == "float":
         return scaled.to(torch.float8_e4m3fn), scales
     return scaled.round().to(torch.int8), scales

@@ -74,6 +74,13 @@ def test_logprobs(dtype: torch.dtype) -> None:
     checks.check_logprobs(6, 128256, 20, dtype, "cuda")
 
 
+@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (28672, 4096), (1538, 576), (70, 200)])
+def test_few_rows_linear(rows: int, outputs: int, inputs: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        checks.check_few_rows(rows, outputs, inputs, dtype, "cuda", split=3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 896), (514, 200)])
 def test_skinny_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:

@@ -62,6 +62,7 @@ def main() -> None:
     from gpu_worker.kernels.attention_prefill import attention_prefill
     from gpu_worker.kernels.attention_shared import attention_shared
     from gpu_worker.kernels.embed import embed
+    from gpu_worker.kernels.few_rows_linear import few_rows_linear
     from gpu_worker.kernels.gather_keys import GatherPlan, gather_keys
     from gpu_worker.kernels.logprobs import logprobs
     from gpu_worker.kernels.rms_norm import add_rms_norm, rms_norm
@@ -77,6 +78,7 @@ def main() -> None:
             rope_and_store,
             attention_decode,
             attention_shared,
+            few_rows_linear,
             skinny_linear,
             sampling.draw,
         ):
@@ -110,6 +112,9 @@ def main() -> None:
         add_rms_norm(x, x, gain, 1e-5)
         silu_mul(x)
         embed(rows, empty(1000, 4096))
+        for few in (x[:2], x):
+            few_rows_linear(few, empty(6144, 4096), gain)
+            few_rows_linear(few, empty(6144, 4096), silu=True)
         skinny_linear(x[:1], empty(6144, 4096), gain, 1e-5)
         skinny_linear(x[:1], empty(6144, 4096), gain, 1e-5, silu=True)
         skinny_linear(x[:1], empty(4096, 4096), residual=x[:1])

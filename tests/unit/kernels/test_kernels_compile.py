@@ -7,8 +7,8 @@ from pathlib import Path
 
 KERNELS = {
     "_add", "_apply_plan", "_attention_decode", "_attention_prefill", "_attention_shared", "_draw", "_embed", "_extremes",
-    "_finish", "_forbid", "_gather_keys", "_keep", "_logprobs", "_merge", "_penalize", "_restore", "_rms_norm",
-    "_rope_and_store", "_round", "_schedule", "_silu_mul", "_skinny_linear",
+    "_few_rows_linear", "_finish", "_forbid", "_gather_keys", "_keep", "_logprobs", "_merge", "_penalize", "_restore",
+    "_rms_norm", "_rope_and_store", "_round", "_schedule", "_silu_mul", "_skinny_linear",
 }  # fmt: skip
 
 

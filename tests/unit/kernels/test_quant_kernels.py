@@ -6,6 +6,7 @@ import torch
 from gpu_worker.kernels import fp8_linear, w4a16_linear
 from gpu_worker.quant.formats.fp8 import quantize
 from gpu_worker.quant.linear import ByteLinear
+from gpu_worker.quant.packed import for_kernels
 from gpu_worker.quant.scheme import Activations
 from tests.quant_kernel_checks import (
     check_byte_linear,
@@ -122,7 +123,7 @@ def test_corner_rows_of_integer_weights(rows: int) -> None:
     x = noise(rows, 250, device=DEVICE)
     x[:6] = corner_rows(250, DEVICE)
     x[3] = 1e30
-    y = w4a16_linear.w4a16_linear(x, packed.words, packed.scales, packed.zeros, packed.group, packed.bits)
+    y = w4a16_linear.w4a16_linear(x, for_kernels(packed))
     others = [row for row in range(rows) if row not in (0, 4)]
     assert bool((y[0] == 0).all()) and bool(y[4].isnan().all()) and bool(y[others].isfinite().all())
     exact = x[others].double() @ packed.dequantize(0, 40).double()[:, :250].t()
