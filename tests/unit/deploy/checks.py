@@ -76,6 +76,9 @@ def check_selectors(each: Object, objects: list[Object]) -> Iterator[str]:
         yield "selects no pod"
     if kind == "PodDisruptionBudget" and not any(selects(spec["selector"], labels) for labels in pod_labels(objects)):
         yield "selects no pod"
+    budget = (kind, each["metadata"]["name"]) == ("PodDisruptionBudget", "quire-worker")
+    if budget and spec.get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
+        yield "no node could be drained while the scheduler is away"
     if kind == "NetworkPolicy":
         for selector in [spec["podSelector"], *(peer["podSelector"] for peer in _own_peers(spec))]:
             if not any(selects(selector, labels) for labels in pod_labels(objects)):

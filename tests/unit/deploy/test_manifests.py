@@ -150,6 +150,10 @@ MISTAKES: dict[str, tuple[Change, str]] = {
         lambda o: spec(o, "PodDisruptionBudget", "worker")["selector"]["matchLabels"].update(x="y"),
         "selects no pod",
     ),
+    "healthy budget": (
+        lambda o: drop(spec(o, "PodDisruptionBudget", "worker"), "unhealthyPodEvictionPolicy"),
+        "no node could be drained",
+    ),
     "policy peer": (
         lambda o: spec(o, "NetworkPolicy", "scheduler")["ingress"][0]["from"][0]["podSelector"]["matchLabels"].update(x="y"),
         "selects no pod",
