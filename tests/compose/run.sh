@@ -126,8 +126,9 @@ published() { test "$(docker ps --filter "label=com.docker.compose.project=$COMP
 clean() { compose down --volumes --remove-orphans --timeout 20 > /dev/null 2>&1; }
 nothing_left() {
     local left
-    left=$(for kind in container volume network; do
-        docker "$kind" ls -q $([ $kind = container ] && echo -a) --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME"; done)
+    left=$(for kind in "container ls -a" "volume ls" "network ls"; do
+        # shellcheck disable=SC2086
+        docker $kind -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME"; done)
     test -z "$left"
 }
 

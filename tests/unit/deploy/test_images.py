@@ -3,7 +3,6 @@
 import ast
 import copy
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ OPTIONAL = {
     "worker": {"torch", "triton", "opentelemetry"},
 }
 LOADING_S = 1800  # that a worker may take to read its model, as in k8s/base/worker.yaml
-HADOLINT = Path(sys.executable).with_name("hadolint")
+HADOLINT, SHELLCHECK = (Path(sys.executable).with_name(name) for name in ("hadolint", "shellcheck"))
 
 
 def dockerfile(role: str) -> str:
@@ -253,6 +252,7 @@ def test_each_role_sees_its_own_secret_only() -> None:
         assert [volume for volume in services[role]["volumes"] if "keys" in str(volume)] == [f"keys-{role}:/keys:ro"]
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
 def test_shellcheck() -> None:
-    subprocess.run(["shellcheck", ROOT / "tests/compose/run.sh"], check=True)
+    scripts = [ROOT / "tests/compose/run.sh", ROOT / "monitoring/check_dashboard.sh", ROOT / ".ci/run"]
+    done = subprocess.run([SHELLCHECK, *scripts], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
