@@ -117,6 +117,7 @@ followed() {  # one request that Prometheus names is in the logs of all roles
 
 not_root() { test "$(compose exec -T "$1" python -c 'import os; print(os.getuid())')" = 10001; }
 read_only() { ! compose exec -T "$1" python -c 'open("/app/x", "w")' 2> /dev/null; }
+writes() { compose exec -T "$1" python -c 'import os; open("/cache/x", "w"); os.remove("/cache/x"); open("/tmp/x", "w")'; }
 keys_apart() {  # each role has its own secret and no other's
     test "$(compose exec -T "$1" python -c 'import os; print([f for f in os.listdir("/keys") if f.endswith(".secret")])')" = "['$1.secret']"; }
 address() { docker inspect -f "{{(index .NetworkSettings.Networks \"${COMPOSE_PROJECT_NAME}_inner\").IPAddress}}" "$1"; }
@@ -141,6 +142,7 @@ check "the OpenAI SDK gets Paris" paris "$(first_port)"
 for role in $ROLES; do
     check "$role: not root" not_root "$role"
     check "$role: read-only root" read_only "$role"
+    check "$role: writes to its cache" writes "$role"
     check "$role: only its own secret" keys_apart "$role"
 done
 check "only the gateway's port is published" published

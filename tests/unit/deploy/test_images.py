@@ -174,6 +174,10 @@ def _service_faults(name: str, service: dict[str, Any], loaded: dict[str, Any]) 
             yield f"{name} mounts {source}, which is not there"
         elif not source.startswith(("./", "/")) and source not in loaded["volumes"]:
             yield f"{name} mounts {source}, which is no volume"
+    targets = [str(volume).split(":")[-2 if str(volume).endswith(":ro") else -1] for volume in service.get("volumes", [])]
+    memory = {target: options for target, _, options in (str(each).partition(":") for each in service["tmpfs"])}
+    if name in ROLES and "/cache" not in targets and "uid=10001" not in memory.get("/cache", ""):
+        yield f"{name} cannot write to its cache"  # a mode alone does not do: runc puts back that of the image's folder
     for other in service.get("depends_on", {}):
         if other not in loaded["services"]:
             yield f"{name} waits for {other}, which is no service"
@@ -196,6 +200,7 @@ def test_the_stack_is_sound() -> None:
 
 MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "writable": (lambda s: s["worker"].update(read_only=False), "worker may do more"),
+    "root's cache": (lambda s: s["gateway"].update(tmpfs=["/cache:mode=1777"]), "gateway cannot write to its cache"),
     "privileges": (lambda s: s["gateway"].update(security_opt=[]), "gateway may gain"),
     "no restart": (lambda s: s["scheduler"].update(restart="no"), "scheduler has the restart policy"),
     "published": (lambda s: s["scheduler"].update(ports=["5711:5711"]), "scheduler is published"),
