@@ -14,9 +14,9 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -162,19 +162,33 @@ def _download(url: str, store: Any, remotes: list[Remote], folder: Path) -> None
 def _get_pieces(store: Any, remotes: list[Remote], partial: Path, title: str) -> None:
     files = [_File(remote, partial) for remote in remotes]
     total, have = sum(remote.size for remote in remotes), sum(file.bytes_here() for file in files)
-    with (
-        tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=title, file=sys.stderr, mininterval=0.5) as bar,
-        ThreadPoolExecutor(STREAMS) as pool,
-    ):
+    with _progress(total, have, title) as arrived, ThreadPoolExecutor(STREAMS) as pool:
         todo = [pool.submit(file.get, store, piece) for file in files for piece in file.missing()]
         try:
             for done in todo:
-                bar.update(done.result())
+                arrived(done.result())
         finally:
             for each in todo:
                 each.cancel()
     for file in files:
         file.close()
+
+
+@contextmanager
+def _progress(total: int, have: int, title: str) -> Iterator[Callable[[int], object]]:
+    """To be told of bytes that arrive: a bar on a terminal, elsewhere (a container's log) a line for every twentieth."""
+    if sys.stderr.isatty():
+        with tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=title, mininterval=0.5) as bar:
+            yield bar.update
+        return
+
+    def arrived(more: int) -> None:
+        nonlocal have
+        if (have + more) * 20 // total > have * 20 // total:
+            log.info("fetching", extra={"model": title, "bytes": f"{have + more}/{total}"})
+        have += more
+
+    yield arrived
 
 
 class _File:

@@ -183,6 +183,27 @@ def test_cold_cached_and_offline(
         model_store.resolve(URL, str(tmp_path))
 
 
+def test_a_log_gets_lines_and_no_bar(
+    backend: int, files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO")
+    upload(backend, files)
+    model_store.resolve(URL, str(tmp_path))
+    lines = [vars(each)["bytes"] for each in caplog.records if each.getMessage() == "fetching"]
+    total = sum(map(len, files.values()))
+    assert lines[-1] == f"{total}/{total}" and 1 < len(lines) <= 20
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(
+    backend: int, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    upload(backend, files)
+    model_store.resolve(URL, str(tmp_path))
+    assert "tiny: 100%" in capsys.readouterr().err
+
+
 def test_offline_without_a_copy_is_one_clear_line(relay: Relay, tmp_path: Path) -> None:
     relay.status = 503
     with pytest.raises(ModelError, match=r"^s3://models/llama/tiny cannot be read: [^\n]+$"):
