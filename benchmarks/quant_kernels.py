@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from gpu_worker.kernels import fp8_linear, w4a16_linear
-from gpu_worker.kernels.launch import compiling_only
+from gpu_worker.kernels.compiling import compiling_only
 from gpu_worker.quant.formats.fp8 import quantize
 from gpu_worker.quant.linear import ByteLinear
 from gpu_worker.quant.packed import KernelInts, PackedInts, for_kernels

@@ -15,6 +15,7 @@ from gpu_worker.model.weights import Dummy, Safetensors, load_decoder, tensor_sh
 from gpu_worker.parallel.group import Group, Seat, join
 from gpu_worker.parallel.layers import parallelize
 from gpu_worker.parallel.shard import divide
+from gpu_worker.phases import Phases
 from gpu_worker.quant.config import read_quantization
 from gpu_worker.quant.kv_scales import FLOAT8, page_dtype
 from gpu_worker.quant.loading import planned_bytes
@@ -35,12 +36,15 @@ class Loaded:
     runner: Runner
     memory: MemoryPlan
     fingerprint: str
+    phases: Phases
     group: Group | None = None  # of a rank among several
 
 
 def load(config: Config, seat: Seat | None = None) -> Loaded:
     """Blocking, for a thread of its own. ModelError or BadConfig, one line each, when this model cannot be served so;
     GroupError when the other ranks do not come."""
+    phases = Phases()
+    phases.end("import")
     device = _device(config)
     set_threads(config)
     folder = Path(model_store.resolve(config.model, config.cache_dir))
@@ -53,10 +57,11 @@ def load(config: Config, seat: Seat | None = None) -> Loaded:
     group = join(seat, device, dtype, config.step_timeout_s) if seat else None
     pages = page_dtype(config.kv_cache_dtype, quant, dtype, device)
     memory = plan_memory(config, shard.spec, dtype, device, planned_bytes(quant, tensor_shapes(shard.held), dtype), pages)
-    source = Dummy(spec) if config.dummy_weights else Safetensors(folder, spec, quant)
+    source = Dummy(spec, device) if config.dummy_weights else Safetensors(folder, spec, quant)
     length = memory.max_model_len
     float8_pages = pages == FLOAT8
     table = ops.load(device, float8_pages=float8_pages)
+    phases.end("settings")
     decoder = load_decoder(
         spec,
         source,
@@ -71,13 +76,16 @@ def load(config: Config, seat: Seat | None = None) -> Loaded:
     )
     if group is not None:
         parallelize(decoder, shard, group)
+    phases.end("weights")
     if device.type == "cpu":
         from gpu_worker import cpu  # only here: it imports numba, which no GPU needs
 
         cpu.prepare(dtype, config.cache_dir)
-    runner = Runner(decoder, memory, dtype, device, in_step=group is not None)
+        phases.end("compile")
+    runner = Runner(decoder, memory, dtype, device, phases, in_step=group is not None)
     log.info("memory plan: %s", memory.text, extra={"device": str(device), "dtype": str(dtype).removeprefix("torch.")})
-    return Loaded(runner, memory, model_folder.fingerprint(folder), group)
+    log.info("loaded", extra={f"{name}_s": round(seconds, 1) for name, seconds in phases.seconds.items()})
+    return Loaded(runner, memory, model_folder.fingerprint(folder), phases, group)
 
 
 def set_threads(config: Config) -> None:

@@ -17,6 +17,7 @@ from gpu_worker.buckets import padded_rows
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.memory import MemoryPlan
 from gpu_worker.model.decoder import Decoder
+from gpu_worker.phases import Phases
 from gpu_worker.prepare import BadPlan, make_batch, sampling_needs
 from gpu_worker.prompt_scores import prompt_scores
 from gpu_worker.slots import Slots
@@ -42,7 +43,14 @@ class Step:
 
 class Runner:
     def __init__(
-        self, decoder: Decoder, memory: MemoryPlan, dtype: torch.dtype, device: torch.device, *, in_step: bool = False
+        self,
+        decoder: Decoder,
+        memory: MemoryPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        phases: Phases | None = None,
+        *,
+        in_step: bool = False,
     ) -> None:
         """in_step: several ranks compute together, so nothing may be computed but what all compute."""
         spec = decoder.spec
@@ -62,7 +70,7 @@ class Runner:
         self._logits: Tensor | None = None  # [sequences, V] on a GPU: logits of a step's rows
         if device.type == "cuda":
             self._logits = torch.empty((memory.num_slots - 1, spec.vocab_size), dtype=dtype, device=device)
-            self.graphs = _ready_gpu(self, self._logits, memory.max_batched_tokens, all_graphs=in_step)
+            self.graphs = _ready_gpu(self, self._logits, memory.max_batched_tokens, phases or Phases(), all_graphs=in_step)
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -169,14 +177,17 @@ class Runner:
         )
 
 
-def _ready_gpu(runner: Runner, logits: Tensor, max_batched_tokens: int, *, all_graphs: bool) -> "DecodeGraphs":
+def _ready_gpu(runner: Runner, logits: Tensor, max_batched_tokens: int, phases: Phases, *, all_graphs: bool) -> "DecodeGraphs":
     from gpu_worker.graphs import DecodeGraphs
+    from gpu_worker.kernels import compiling
     from gpu_worker.warm_up import warm_up
 
     graphs = DecodeGraphs(runner.decoder, runner.slots, runner.cache, logits)
-    warm_up(runner, graphs, max_batched_tokens)
+    warm_up(runner, graphs, max_batched_tokens, phases)
     while all_graphs and graphs.capture_next():
         pass
+    phases.end("graphs")
+    compiling.stop_processes()
     return graphs
 
 

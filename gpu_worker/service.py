@@ -58,6 +58,7 @@ class Metrics:
         self.memory = Gauge("quire_worker_memory_bytes", "Device memory in use", registry=self.registry)
         text = "Share of time in which the device computed: NVML's on a GPU, that of the steps elsewhere"
         self.utilization = Gauge("quire_worker_utilization_ratio", text, registry=self.registry)
+        self.start = Gauge("quire_worker_start_seconds", "What the start took", ["phase"], registry=self.registry)
 
 
 class Service:
@@ -67,6 +68,8 @@ class Service:
         self._loaded = loaded
         self._replica = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.metrics = Metrics()
+        for phase, seconds in loaded.phases.seconds.items():
+            self.metrics.start.labels(phase).set(seconds)
         self._process = secrets.randbits(62)
         self._inventory = Inventory(loaded.memory.num_slots, loaded.memory.page_tokens)
         self._incarnation = 1
@@ -242,6 +245,10 @@ class Service:
 def main(config: Config, seat: Seat | None = None) -> int:
     """Load the model and serve plans; the process's exit code. seat: of a rank among several."""
     setup_logging(config)
+    if config.device != "cpu" and torch.cuda.device_count():
+        from gpu_worker.kernels import compiling  # only here: it imports triton, which only a GPU needs
+
+        compiling.start_processes()
     return asyncio.run(_serve(config, seat))
 
 

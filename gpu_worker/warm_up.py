@@ -1,17 +1,22 @@
 """What a GPU worker does once at its start, so that no request waits for it: compile and load kernels, take its memory.
 
 Every kernel of a prefill or mixed step and every kind of sampling runs once. Where the kernel cache is empty, the same steps
-first run without launching Triton kernels: that compiles all of them side by side.
+first run without launching Triton kernels: that compiles all of them side by side. For what is compiled and loaded one
+layer of each kind stands for all.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from gpu_worker.graphs import DecodeGraphs
+from gpu_worker.kernels.compiling import compiling_only
 from gpu_worker.kernels.gather_keys import MIN_PREFIX
-from gpu_worker.kernels.launch import compiling_only
+from gpu_worker.model.decoder import Layer
+from gpu_worker.phases import Phases
 from gpu_worker.runner import Runner
 from shared.columns import i32
 from shared.messages import StepPlan
@@ -25,14 +30,37 @@ PRODUCT_ROWS = (24, 48, 96, 160, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 409
 
 
 @torch.inference_mode()
-def warm_up(runner: Runner, graphs: DecodeGraphs, max_batched_tokens: int) -> None:
+def warm_up(runner: Runner, graphs: DecodeGraphs, max_batched_tokens: int, phases: Phases) -> None:
     """Also capture the first graphs. All pages that the steps read and write are page 0; the slots are empty afterwards."""
-    with compiling_only():
+    with _one_layer_of_a_kind(runner):
+        with compiling_only():
+            _steps(runner, max_batched_tokens)
+            graphs.run_first()
+        phases.end("compile")
         _steps(runner, max_batched_tokens)
-        graphs.run_first()
-    _steps(runner, max_batched_tokens)
     _products(runner, max_batched_tokens)
+    phases.end("first_steps")
     graphs.capture_first()
+
+
+@contextmanager
+def _one_layer_of_a_kind(runner: Runner) -> Iterator[None]:
+    """Inside, the model has one layer for each window and each set of forms of matrices."""
+    decoder, cache = runner.decoder, runner.cache
+    layers, pages = decoder.layers, cache.layers
+    kinds = {_kind(layer): number for number, layer in reversed(list(enumerate(layers)))}
+    decoder.layers = [layers[number] for number in sorted(kinds.values())]
+    cache.layers = [pages[number] for number in sorted(kinds.values())]
+    try:
+        yield
+    finally:
+        decoder.layers, cache.layers = layers, pages
+
+
+def _kind(layer: Layer) -> tuple[object, ...]:
+    """The matrices' types and sizes: a quantized model may leave some layers as they are."""
+    matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    return layer.window, *((type(matrix), matrix.num_bytes) for matrix in matrices)
 
 
 def _steps(runner: Runner, max_batched_tokens: int) -> None:

@@ -281,7 +281,7 @@ def check_adjust(rows: int, vocabulary: int, device: str) -> None:
     samplings = [Sampling(presence_penalty=0.3 * r, frequency_penalty=0.1, repetition_penalty=1.3, num_prompt=20 * r)
                  for r in range(rows)]  # fmt: skip
     column = columns(sampling_records(samplings, device))
-    positions = torch.tensor([37 * r + 5 for r in range(rows)], dtype=torch.int32)
+    positions = torch.tensor([35 * r + 5 for r in range(rows)], dtype=torch.int32)
     slots = torch.arange(1, rows + 1, dtype=torch.int32)
     asking = torch.arange(0, rows, 2)
     space = adjust_logits.PenaltySpace(vocabulary, device, programs=2)

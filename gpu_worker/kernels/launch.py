@@ -6,10 +6,6 @@ done (`wait_for_previous` ... `release_next`), because waiting blocks would take
 release made a 28 us product of one row take 38 us. Kernels that do neither are simply waited for.
 """
 
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.jit import JITFunction
 
 
 @triton.jit
@@ -45,22 +39,6 @@ def overlapped(tensor: Tensor) -> dict[str, Any]:
     if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
-
-
-@contextmanager
-def compiling_only() -> Iterator[None]:
-    """Inside, kernels are not launched: all that are asked for compile side by side and are ready at the end."""
-    run = JITFunction.run
-
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        return run(self, *arguments, grid=grid, warmup=True, **named)
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool):
-        JITFunction.run = compile_only
-        try:
-            yield
-        finally:
-            JITFunction.run = run
 
 
 def padded(count: int) -> int:

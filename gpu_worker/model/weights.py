@@ -29,6 +29,7 @@ from shared.model_folder import ModelError
 
 log = logging.getLogger("quire.model")
 
+CPU = torch.device("cpu")
 READERS = 4  # threads; a disk or a page cache is not faster with more
 Shape = tuple[int, ...]
 # Tensors that some checkpoints carry and no model needs.
@@ -147,7 +148,8 @@ def _check_names(folder: Path, found: dict[str, Shape], wanted: dict[str, Shape]
 class Dummy:
     """Random weights of the right shapes: speed and memory without a checkpoint. The same at every start."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device = CPU) -> None:
+        self._device = device
         self._shapes = tensor_shapes(spec)
         self.random_shapes: dict[str, Shape] | None = self._shapes
         self.names = frozenset(self._shapes)
@@ -158,9 +160,9 @@ class Dummy:
         shape = self._shapes[name]
         if len(shape) == 1:
             return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=self._dtype)
-        noise = torch.Generator().manual_seed(self._numbers[name])
+        noise = torch.Generator(self._device).manual_seed(self._numbers[name])
         # A block of noise repeated: drawing billions of normal numbers would take minutes.
-        block = torch.randn(min(shape[0], 509), shape[1], generator=noise) / math.sqrt(shape[1])
+        block = torch.randn(min(shape[0], 509), shape[1], generator=noise, device=self._device) / math.sqrt(shape[1])
         return block.to(self._dtype).repeat(-(-shape[0] // block.shape[0]), 1)[: shape[0]]
 
 
