@@ -72,7 +72,8 @@ What is not HTTP/1.1 is 400 `invalid_http`, a header or first line that is too l
 arrive within 60 s (408). A stream without news gets a comment line every `--sse-comment-s` (10 s) from its acceptance. Clients
 that do not read are dropped once `--write-buffer-bytes` wait for them, or after 60 s. Who closes its sending side
 (half a connection) has left: its request is aborted. `Connection: close` is kept, streams included. A gateway that was told to
-end answers 503 `draining` until its streams have ended, then closes.
+end closes idle connections, and the others with their answer, so that clients find another one; who comes anew is told 503
+`draining` until its streams have ended.
 """
 
 

@@ -96,6 +96,8 @@ async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response = await _answer(request, handler)
         status = response.status
+        if request.app[SESSION].draining and not response.prepared:
+            response.force_close()  # over a new connection the client may find another gateway
         return response
     finally:
         request.app[SESSION].metrics.requests[name, str(status)] += 1
@@ -193,7 +195,7 @@ async def serve(config: Config, model: ServedModel) -> None:
             log.info("listening", extra={"url": url, "model": model.name})
             gc.collect()
             gc.freeze()  # what start-up made stays; later collections need not look at it
-            await _until_stopped(session)
+            await _until_stopped(session, runner)
         finally:
             if keeper is not None:
                 keeper.cancel()
@@ -203,7 +205,7 @@ async def serve(config: Config, model: ServedModel) -> None:
                 await asyncio.to_thread(tracer.close)
 
 
-async def _until_stopped(session: Session) -> None:
+async def _until_stopped(session: Session, runner: web.AppRunner) -> None:
     loop = asyncio.get_running_loop()
     signals = asyncio.Queue[signal.Signals]()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -211,6 +213,8 @@ async def _until_stopped(session: Session) -> None:
     await signals.get()
     session.draining = "this gateway stops"
     log.info("draining", extra={"running": len(session.runs)})  # who comes now is told 503 and when to try again
+    if runner.server is not None:
+        runner.server.pre_shutdown()  # idle connections end now, the others with their answer: the next leads to who stays
     idle = asyncio.create_task(session.wait_idle())
     again = asyncio.create_task(signals.get())
     await asyncio.wait({idle, again}, return_when=asyncio.FIRST_COMPLETED)

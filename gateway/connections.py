@@ -34,6 +34,14 @@ class Connection(web.RequestHandler):
         response.force_close()
         return response
 
+    async def start(self) -> None:
+        """Ends when the connection is told to close; aiohttp leaves one that was idle then open, with nobody to answer."""
+        try:
+            await super().start()
+        finally:
+            if self.transport is not None:
+                self.transport.close()
+
     def log_exception(self, *args: Any, **facts: Any) -> None:
         """A body that broke off or was no body has been answered; whatever else comes here is a fault of ours."""
         if isinstance(facts.get("exc_info"), web.RequestPayloadError):

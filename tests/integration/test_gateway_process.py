@@ -86,11 +86,23 @@ async def test_the_openai_sdk_and_a_clean_end(smollm2_folder: Path) -> None:
             scheduler.plays = [Play(Tokenizer(smollm2_folder).encode(ANSWER * 3, False), delay_s=0.05)]
             stream = await client.completions.create(model="smol", prompt="x", stream=True, max_tokens=200)
             texts = [(await anext(stream)).choices[0].text]
+            reader, writer = await idle_connection(port)
             process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(reader.read(), 60) == b""
+            writer.close()
             await check_draining(url)
             texts += [chunk.choices[0].text async for chunk in stream]
             assert "".join(texts) == ANSWER * 3
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
+async def idle_connection(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """One that has had an answer and is kept, as clients' pools keep it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = await reader.readuntil(b"}")
+    assert answer.startswith(b"HTTP/1.1 200 OK") and b"connection: close" not in answer.lower()
+    return reader, writer
 
 
 async def check_draining(url: str) -> None:
@@ -105,6 +117,7 @@ async def check_draining(url: str) -> None:
                     error = (await response.json())["error"]
                     break
             assert (response.status, error["code"], response.headers["Retry-After"]) == (503, "draining", "5")
+            assert response.headers["Connection"] == "close"
         async with client.get(f"{url}/health") as response:
             assert response.status == 200
 
