@@ -1,7 +1,7 @@
 """How many prefill tokens one plan of a replica may carry: short decode gaps when little waits, large steps when much does."""
 
 MIN_GAP_US = 12_000.0  # a step with decode rows should take no longer than this while little prefill waits
-MAX_GAP_US = 250_000.0  # ... and no longer than this while more than twice MIN_GAP_US of it does
+MAX_GAP_US = 250_000.0  # ... and no longer than this while a crowd waits: more than twice MIN_GAP_US of it
 FLOOR_TOKENS = 128  # prefill always moves: fewer tokens would waste the step's fixed cost
 SMOOTHING = 0.2
 
@@ -28,11 +28,14 @@ class ChunkBudget:
             cost = max(step_us - (self.decode_us if num_decode else 0.0), 0.0) / num_prefill_tokens
             self.token_us += SMOOTHING * (cost - self.token_us) if self.token_us else cost
 
+    def crowded(self, num_waiting_tokens: int) -> bool:
+        return num_waiting_tokens * self.token_us > 2 * MIN_GAP_US
+
     def tokens(self, num_decode: int, num_waiting_tokens: int) -> int:
         """Prefill tokens of the next plan beside num_decode decode rows, when so many prefill tokens wait for the replica."""
         room = self.max_tokens - num_decode
         if num_decode == 0 or self.token_us == 0.0:
             return room
-        gap_us = MAX_GAP_US if num_waiting_tokens * self.token_us > 2 * MIN_GAP_US else MIN_GAP_US
+        gap_us = MAX_GAP_US if self.crowded(num_waiting_tokens) else MIN_GAP_US
         fitting = int((gap_us - self.decode_us) / self.token_us)
         return min(room, max(fitting, FLOOR_TOKENS))

@@ -28,12 +28,13 @@ class PrefillRow(NamedTuple):
 class PlanBuilder:
     """A plan being made: what it changes and how much more it can carry. Only what is bound at the end goes into it."""
 
-    __slots__ = ("budget", "grown", "opened", "prefills", "replica", "room")
+    __slots__ = ("budget", "crowded", "grown", "opened", "prefills", "replica", "room")
 
     def __init__(self, replica: Replica, budget: int) -> None:
         self.replica = replica
         self.budget = budget  # prefill tokens it should still take
         self.room = budget  # and those that it can
+        self.crowded = False  # so much waits that the time for all of it counts, not that of one step
         self.opened: list[Sequence] = []
         self.grown: list[tuple[Sequence, int, int]] = []  # (sequence, generation, index in its pages)
         self.prefills: list[PrefillRow] = []
@@ -41,10 +42,11 @@ class PlanBuilder:
     def piece(self, num_tokens: int) -> int:
         """How many of a prefill's num_tokens this plan takes; 0: none, it had better wait for the next.
 
-        The keys of earlier pieces are read more slowly than those of the piece itself. So a small rest comes along (within
-        room), and what would begin with a crumb behind other prefills waits.
+        Two pieces take longer than the whole: the keys of the first are read from their pages. So a small rest comes along
+        (within room), in a crowd one as large as the piece, and what would begin with a crumb behind other prefills waits.
         """
-        if num_tokens <= min(self.budget + self.budget // CRUMB_SHARE, self.room):
+        rest = self.budget if self.crowded else self.budget // CRUMB_SHARE
+        if num_tokens <= min(self.budget + rest, self.room):
             return num_tokens
         taken = sum(row.num_tokens for row in self.prefills)
         return 0 if self.budget < taken // CRUMB_SHARE else min(num_tokens, self.budget)

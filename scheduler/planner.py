@@ -30,7 +30,9 @@ def plan_round(cell: Cell, now: float) -> list[tuple[Replica, StepPlan]]:
             _grow_decode_rows(cell, builder)
     queued = cell.waiting.num_tokens // max(len(cell.replicas), 1)
     for replica, builder in builders.items():
-        builder.budget = replica.chunk_budget.tokens(len(replica.decoding), queued + replica.backlog)
+        waiting = queued + replica.backlog
+        builder.budget = replica.chunk_budget.tokens(len(replica.decoding), waiting)
+        builder.crowded = replica.chunk_budget.crowded(waiting)
         builder.room = replica.max_batched_tokens - len(replica.decoding)
     if cell.waiting:
         _admit(cell, builders, now)

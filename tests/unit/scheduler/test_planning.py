@@ -264,17 +264,18 @@ def test_prompts_are_cut_into_large_pieces() -> None:
     assert [each for each in pieces if each] == [[3800], [3900]] and len(small.ends) == 2
 
 
-def test_a_small_rest_comes_along() -> None:
+@pytest.mark.parametrize(("num_tokens", "expected"), [(2100, [[1000], [1100]]), (1900, [[1900]])])
+def test_a_rest_comes_along(num_tokens: int, expected: list[list[int]]) -> None:
     small = SmallCell()
     peer = small.join(num_slots=50, max_batched_tokens=4096, num_pages=4096, max_model_len=8192)
     small.submit(1, list(range(10, 20)), max_new=40)
     small.answer()
     budget = small.cell.replicas["r"].chunk_budget
     budget.decode_us, budget.token_us = 1000.0, (MAX_GAP_US - 1000.0) / 1000  # 1,000 tokens a step
-    small.submit(2, list(range(100, 2200)), max_new=1)
+    small.submit(2, list(range(100, 100 + num_tokens)), max_new=1)
     pieces: list[list[int]] = []
     while any(small.plans.values()) and len(pieces) < 5:
         budget.decode_us, budget.token_us = 1000.0, (MAX_GAP_US - 1000.0) / 1000
         pieces.append(read_i32(small.plans[peer][0].row_lens).tolist())
         small.answer()
-    assert [each for each in pieces if each] == [[1000], [1100]]
+    assert [each for each in pieces if each] == expected
