@@ -170,7 +170,7 @@ def attention_decode(
     if out is None:
         out = torch.empty((rows, q_heads, head), dtype=q.dtype, device=q.device)
     group = q_heads // kv_heads
-    head_pad = triton.next_power_of_2(head)
+    head_pad = max(triton.next_power_of_2(head), 16)
     block_n = block_n or (64 if head_pad <= 128 and q.dtype != torch.float32 else 32)
     _attention_decode[(kv_heads, schedule.items.shape[0])](
         q,

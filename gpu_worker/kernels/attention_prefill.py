@@ -259,7 +259,7 @@ def attention_prefill(
         return out
     assert k_new.stride(0) == v_new.stride(0), f"{k_new.stride() = } {v_new.stride() = }"
     group = q_heads // kv_heads
-    head_pad = triton.next_power_of_2(head)
+    head_pad = max(triton.next_power_of_2(head), 16)
     wide = head_pad > 128 or q.dtype == torch.float32
     if not block_m:
         block_m, block_n, warps = _tile(tokens // rows, wide)

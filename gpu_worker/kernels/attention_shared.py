@@ -122,7 +122,7 @@ def attention_shared(
     """
     _, q_heads, head = q.shape
     _, kv_heads, page_tokens, _ = k_cache.shape
-    head_pad = triton.next_power_of_2(head)
+    head_pad = max(triton.next_power_of_2(head), 16)
     block_n = block_n or (64 if head_pad <= 128 and q.dtype != torch.float32 else 32)
     _attention_shared[(kv_heads, schedule.shared_items.shape[0])](
         q,
