@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # What is imported gets compiled then: compiling all of it now would take longer than the downloads.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: serve test chaos test-clients test-compose test-deploy lint format bench lock clean
+.PHONY: serve test chaos test-clients test-compose test-deploy fuzz lint format bench lock clean
 
 serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="org/name --port 9000"
 	$(BIN)/quire serve $(ARGS)
@@ -59,11 +59,15 @@ $(CLIENTS)/npm/.installed: tests/clients/package.json tests/clients/package-lock
 	cd $(@D) && npm ci --silent
 	touch $@
 
+FUZZ := $(VENV)-fuzz
+fuzz: $(INSTALLED) $(FUZZ)/.installed  ## schemathesis and 20,000 broken bodies against a gateway over a stub worker
+	$(BIN)/python -m benchmarks.http_fuzz --schemathesis $(FUZZ)/bin/st $(ARGS)
+
 DEPLOY := $(VENV)-deploy
 test-deploy: $(DEPLOY)/.installed  ## checkov over docker/ and k8s/, in a virtual environment of its own: needs kubectl
 	$(DEPLOY)/bin/python tests/deploy/hardening.py
 
-# Virtual environments of their own, for what pins other versions than we do: .venv-deploy, .venv-clients.
+# Virtual environments of their own, for what pins other versions than we do: .venv-deploy, .venv-clients, .venv-fuzz.
 $(VENV)-%/.installed: tests/%/requirements.lock
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $<
@@ -75,5 +79,5 @@ lock:  ## write the lock file from what is installed now
 	$(BIN)/python docker/split_lock.py
 
 clean:
-	rm -rf $(VENV) $(DEPLOY) $(CLIENTS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DEPLOY) $(CLIENTS) $(FUZZ) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
