@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import secrets
 import struct
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -51,6 +52,17 @@ class ChatTemplate:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
+
+    async def continued(self, messages: list[dict[str, Any]], arguments: dict[str, Any] | None) -> str:
+        """The prompt text up to the end of the last message's content, which the answer goes on with."""
+        mark = secrets.token_hex(16)  # found again wherever the template puts the content, and whatever it trims
+        *others, last = messages
+        text = await self.render([*others, {**last, "content": last["content"] + mark}], False, arguments)
+        before, found, _ = text.partition(mark)
+        if not found:
+            field = "continue_final_message"
+            raise BadRequest("The chat template leaves out the last message, so nothing can go on with it", field)
+        return before
 
     async def _render(self, request: dict[str, Any]) -> str:
         async with self._turn:

@@ -1,5 +1,6 @@
 """Checks of single JSON values: each takes (value, path, limits), returns the clean value or raises BadRequest naming path."""
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +31,9 @@ def shape(check: Check, limits: Limits) -> dict[str, Any]:
 
 def shown(value: object) -> str:
     """A value as error texts print it: short whatever it is."""
-    if value is None:
-        return "null"
-    text = repr(value) if type(value) in (str, int, float, bool) else NAMES.get(type(value), "a value")
+    if value is None or type(value) is bool:
+        return json.dumps(value)
+    text = repr(value) if type(value) in (str, int, float) else NAMES.get(type(value), "a value")
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -104,7 +105,7 @@ def one_of(*values: object) -> Check:
 
     def check(value: Any, path: str, limits: Limits) -> Any:
         if not any(type(value) is type(each) and value == each for each in values):
-            raise BadRequest(f"{path} must be one of {', '.join(map(shown, values))}; got {shown(value)}", path)
+            raise BadRequest(f"{path} must be one of {', '.join(map(json.dumps, values))}; got {shown(value)}", path)
         return value
 
     return _shaped(check, enum=[None, *values])

@@ -34,6 +34,7 @@ SAME = (
         "stream",
         "resumable",
         "add_generation_prompt",
+        "continue_final_message",
         "add_special_tokens",
     ),
     *("truncate_prompt_tokens", "return_token_ids", "priority"),
@@ -48,6 +49,7 @@ def parse_chat(body: Mapping[str, Any], limits: Limits) -> ValidRequest:
     tops = given.get("top_logprobs", 0)
     if tops and not given.get("logprobs"):
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    _check_continuing(given)
     caps = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     if len(caps) > 1:
         raise BadRequest("max_tokens and max_completion_tokens differ; give one", "max_tokens")
@@ -159,6 +161,12 @@ def common(given: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     }
 
 
+def _check_continuing(given: Mapping[str, Any]) -> None:
+    if given.get("continue_final_message") and given.get("add_generation_prompt"):
+        text = "continue_final_message keeps the last turn open, add_generation_prompt: true opens another; give one"
+        raise BadRequest(text, "continue_final_message")
+
+
 def _check_resumable(given: Mapping[str, Any], stream: bool, limits: Limits) -> None:
     if not stream:
         raise BadRequest("resumable needs stream: true", "resumable")
@@ -189,7 +197,15 @@ def random_seed() -> int:
     return secrets.randbits(64)
 
 
-TOKENIZE_FIELDS = ("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs")
+TOKENIZE_FIELDS = (
+    "model",
+    "prompt",
+    "messages",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_token_strs",
+)
 
 
 def parse_tokenize(body: Mapping[str, Any], limits: Limits) -> tuple[ValidRequest, bool]:
@@ -199,9 +215,9 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits) -> tuple[ValidReques
         if name not in (*TOKENIZE_FIELDS, "chat_template_kwargs"):
             raise BadRequest(f"Unrecognized request field: {name[:200]}", name[:200], "unknown_parameter")
     check_model(short_string(given.get("model", ""), "model", limits), limits)
-    flags: dict[str, Any] = {
-        name: boolean(given[name], name, limits) for name in ("add_special_tokens", "add_generation_prompt") if name in given
-    }
+    wanted = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
+    flags: dict[str, Any] = {name: boolean(given[name], name, limits) for name in wanted if name in given}
+    _check_continuing(flags)
     strings = boolean(given.get("return_token_strs", False), "return_token_strs", limits)
     if ("prompt" in given) == ("messages" in given):
         raise BadRequest("Give either prompt or messages", "prompt", "missing_required_parameter")

@@ -14,6 +14,7 @@ class ValidRequest:
     named: str = ""  # the body's field that the prompt came in; empty: messages or prompt
     template_arguments: dict[str, Any] | None = None  # extra variables of the chat template
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the prompt ends with the last message's text
     add_special_tokens: bool = True
     truncate_prompt_tokens: int = 0  # keep the last so many prompt tokens; -1: as many as fit; 0: refuse what does not fit
 

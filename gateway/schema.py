@@ -1,5 +1,6 @@
 """Every field of the generation APIs: implemented, accepted without effect, or refused. API.md is printed from this table."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,8 @@ IMPLEMENTED = (
           "stream, for a limited number of choices", *BOTH),
     _does("stream_options", fields.stream_options, "include_usage, continuous_usage_stats; only with stream", *BOTH),
     _does("add_generation_prompt", boolean, "the template opens the assistant's turn; default true", CHAT, RESPONSES),
+    _does("continue_final_message", boolean, "the answer goes on with the text of the last message, whose turn stays open; not "
+          "with add_generation_prompt: true", CHAT),
     _does("chat_template_kwargs", _raw, "object of extra variables for the chat template", CHAT, RESPONSES),
     _does("add_special_tokens", boolean, "the tokenizer adds its own, such as BOS; default false (the template does)", CHAT,
           RESPONSES),
@@ -152,7 +155,6 @@ REFUSED = (
     _not("spaces_between_special_tokens", True),
     _not("truncation_side", "left"),
     _not("detokenize", True, why="text is made by the server, so that stop strings work"),
-    _not("continue_final_message", False, apis=(CHAT,)),
     _not("echo", False, apis=(CHAT,)),
     _not("documents", [], apis=(CHAT,)),
     _not("chat_template", apis=(CHAT,), why="templates come from the model only"),
@@ -194,8 +196,6 @@ def table(api: str) -> str:
     for name, each in sorted(FIELDS[api].items()):
         note = each.note
         if each.kind == "refused":
-            note += (
-                "; null" + "".join(f" or `{fields.shown(value) if value else value!r}`" for value in each.harmless) + " passes"
-            )
+            note += "; null" + "".join(f" or `{json.dumps(value)}`" for value in each.harmless) + " passes"
         rows.append(f"| `{name}` | {each.kind} | {note} |")
     return "\n".join(rows)

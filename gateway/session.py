@@ -161,6 +161,8 @@ class Session:
     async def render(self, request: ValidRequest) -> str:
         """The prompt text of a chat request."""
         assert self._template is not None and request.messages is not None
+        if request.continue_final_message:
+            return await self._template.continued(request.messages, request.template_arguments)
         return await self._template.render(request.messages, request.add_generation_prompt, request.template_arguments)
 
     async def encode(self, request: ValidRequest, source: str | list[int], alone: bool = True) -> list[int]:

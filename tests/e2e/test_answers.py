@@ -56,6 +56,15 @@ def test_the_sdk_gets_the_capital_of_france(served: Served) -> None:
         assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (40, 8)
 
 
+def test_the_answer_goes_on_with_words_put_in_its_mouth(served: Served) -> None:
+    with OpenAI(base_url=served.url, api_key="none") as client:
+        said: Any = [*messages(QUESTION), {"role": "assistant", "content": "The capital of France is"}]
+        extra = {"continue_final_message": True}
+        answer = client.chat.completions.create(model=served.model, messages=said, temperature=0, extra_body=extra)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (" Paris.", "stop")
+        assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (45, 3)
+
+
 def test_the_sdk_gets_the_same_as_a_stream(served: Served) -> None:
     with OpenAI(base_url=served.url, api_key="none") as client:
         options: Any = {"stream": True, "stream_options": {"include_usage": True}}

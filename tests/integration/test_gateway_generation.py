@@ -410,6 +410,19 @@ async def test_template_variables_and_the_generation_prompt(bench: Bench) -> Non
     assert bench.session.model.tokenizer.decode(chat.body["prompt_token_ids"], True) == "[user]q\n"
 
 
+async def test_the_last_message_is_continued_with_its_turn_left_open(bench: Bench) -> None:
+    say(bench, "ABC")
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "q\nso "}]
+    body = {"messages": talk, "continue_final_message": True}
+    chat = await bench.post("/v1/chat/completions", body | {"max_tokens": 1, "return_token_ids": True})
+    assert bench.session.model.tokenizer.decode(chat.body["prompt_token_ids"], True) == "[user]q\n[assistant]q\nso "
+    assert chat.text() == "ABC"
+    made = await bench.post("/tokenize", body)
+    assert made.body["tokens"] == chat.body["prompt_token_ids"]
+    both = await bench.post("/v1/chat/completions", body | {"add_generation_prompt": True})
+    assert (both.status, both.error["param"]) == (400, "continue_final_message")
+
+
 async def test_tokenize_and_detokenize(bench: Bench) -> None:
     made = await bench.post("/tokenize", {"prompt": "ab", "return_token_strs": True})
     assert made.body["token_strs"] == ["<s>", "a", "b"]

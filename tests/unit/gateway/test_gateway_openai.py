@@ -57,6 +57,13 @@ def body_refusal(raw: bytes) -> BadRequest:
     return caught.value
 
 
+def test_refusals_print_values_as_json_has_them() -> None:
+    assert str(refusal("chat", modalities=["text", "audio"])) == 'modalities must be one of ["text"]; got an array'
+    assert str(refusal("chat", store=True)) == "store must be one of false; got true"
+    assert str(refusal("chat", n=True)) == "n must be an integer, got true"
+    assert "or `true` passes" in table("chat") and "True" not in table("chat")
+
+
 def test_every_field_of_openai_and_vllm_is_known() -> None:
     chat_fields = {*get_type_hints(chat_params.CompletionCreateParamsBase), *VLLM, *VLLM_CHAT}
     completion_fields = {*get_type_hints(completion_params.CompletionCreateParamsBase), *VLLM, "prompt_embeds"}
@@ -93,6 +100,7 @@ def test_no_field_changes_nothing_and_says_nothing(api: str) -> None:
         "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
         "logprobs": True if api == "chat" else 2, "top_logprobs": 2, "prompt_logprobs": 2, "echo": True, "stream": True,
         "stream_options": {"include_usage": True}, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1},
+            "continue_final_message": True,
         "add_special_tokens": api == "chat", "truncate_prompt_tokens": 5, "return_token_ids": True,
         "return_tokens_as_token_ids": True, "priority": 3, "resumable": True,
     }  # fmt: skip

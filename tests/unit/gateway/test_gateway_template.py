@@ -45,6 +45,17 @@ async def test_developer_messages_are_system_messages_where_a_template_knows_no_
         assert await made.render(message, True, None) == "developer"
 
 
+async def test_the_last_message_is_continued_whatever_the_template_puts_around_it() -> None:
+    talk = [*HI, {"role": "assistant", "content": "hi and "}]
+    async with template("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}") as made:
+        assert await made.continued(talk, None) == "<user>hi</user><assistant>hi and "
+        assert await made.continued([*HI, {"role": "assistant", "content": ""}], None) == "<user>hi</user><assistant>"
+    async with template("{{ messages[0].content }}") as made:
+        with pytest.raises(BadRequest) as caught:
+            await made.continued(talk, None)
+        assert caught.value.param == "continue_final_message"
+
+
 LOOPS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% set x = ('x' * (30000000 + a)) | replace('x', 'y') | length %}{% endfor %}",
