@@ -264,7 +264,7 @@ def test_prompts_are_cut_into_large_pieces() -> None:
     assert [each for each in pieces if each] == [[3800], [3900]] and len(small.ends) == 2
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(2100, [[1000], [1100]]), (1900, [[1900]])])
+@pytest.mark.parametrize(("num_tokens", "expected"), [(2600, [[1000], [1600]]), (2400, [[2400]])])
 def test_a_rest_comes_along(num_tokens: int, expected: list[list[int]]) -> None:
     small = SmallCell()
     peer = small.join(num_slots=50, max_batched_tokens=4096, num_pages=4096, max_model_len=8192)
