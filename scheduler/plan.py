@@ -43,7 +43,8 @@ class PlanBuilder:
         """How many of a prefill's num_tokens this plan takes; 0: none, it had better wait for the next.
 
         Two pieces take longer than the whole: the keys of the first are read from their pages. So a small rest comes along
-        (within room), in a crowd one half as large again as the piece, and what would begin with a crumb behind other prefills waits.
+        (within room), in a crowd one half as large again as the piece, and what would begin with a crumb behind other
+        prefills waits.
         """
         rest = self.budget * 3 // 2 if self.crowded else self.budget // CRUMB_SHARE
         if num_tokens <= min(self.budget + rest, self.room):
