@@ -69,11 +69,12 @@ the worker's sequences move to other workers at once (or wait for one), and its 
 
 ## Connections
 What is not HTTP/1.1 is 400 `invalid_http`, a header or first line that is too long 431, a compressed body 415. A body must
-arrive within 60 s (408). A stream without news gets a comment line every `--sse-comment-s` (10 s) from its acceptance. Clients
-that do not read are dropped once `--write-buffer-bytes` wait for them, or after 60 s. Who closes its sending side
-(half a connection) has left: its request is aborted. `Connection: close` is kept, streams included. A gateway that was told to
-end closes idle connections, and the others with their answer, so that clients find another one; who comes anew is told 503
-`draining` until its streams have ended.
+arrive within 60 s (408). Large bodies that arrive at once may hold 256 MiB together; then those that go on beyond 64 KiB
+are 503 `too_many_large_bodies`. A stream without news gets a comment line every `--sse-comment-s` (10 s) from its
+acceptance. Clients that do not read are dropped once `--write-buffer-bytes` wait for them, or after 60 s. Who closes its
+sending side (half a connection) has left: its request is aborted. `Connection: close` is kept, streams included. A gateway
+that was told to end closes idle connections, and the others with their answer, so that clients find another one; who comes
+anew is told 503 `draining` until its streams have ended.
 """
 
 

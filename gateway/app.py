@@ -14,10 +14,23 @@ from aiohttp.typedefs import Handler
 
 from gateway import api_keys, tls
 from gateway.api_keys import ANYBODY, Tenant
+from gateway.bodies import Bodies
 from gateway.connections import Runner
 from gateway.cors import Origins
 from gateway.errors import ApiError
-from gateway.handlers import CONFIG, KEYS, PROBES, REQUEST_ID, ROUTES, SESSION, TENANT, TRACE, WATCH_ROUTES, error_response
+from gateway.handlers import (
+    BODIES,
+    CONFIG,
+    KEYS,
+    PROBES,
+    REQUEST_ID,
+    ROUTES,
+    SESSION,
+    TENANT,
+    TRACE,
+    WATCH_ROUTES,
+    error_response,
+)
 from gateway.operate import OPERATOR_ROUTES
 from gateway.served_model import ServedModel
 from gateway.session import Session
@@ -39,7 +52,8 @@ CLIENT_ID_CHARS = 128  # of a client's own request id, which is echoed
 
 def create_app(session: Session, config: Config, tracer: Tracer | None = None) -> web.Application:
     """The HTTP side of a session that its owner has entered."""
-    app = web.Application(middlewares=[frame], client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=[frame])
+    app[BODIES] = Bodies(config.max_body_bytes)
     app[CONFIG] = config
     app[SESSION] = session
     if (keys := api_keys.load(config.api_key_file)) is not None:

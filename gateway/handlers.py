@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler
 
 from gateway import json_body, openai, openapi, resume
 from gateway.api_keys import KeyRing, Tenant
+from gateway.bodies import Bodies
 from gateway.errors import ApiError, BadRequest
 from gateway.limits import Limits
 from gateway.replies import Reply, dump
@@ -27,7 +28,7 @@ from shared.config import Config
 DEADLINE_HEADER = "X-Request-Timeout"
 MAX_DEADLINE_S = 7 * 24 * 3600.0
 DUMPED_AT_ONCE = 8192  # items of a list: less than a millisecond
-BODY_S = 60.0  # seconds a client may take to send its body
+BODIES = web.AppKey("bodies", Bodies)
 CONFIG = web.AppKey("config", Config)
 SESSION = web.AppKey("session", Session)
 KEYS = web.AppKey("keys", KeyRing)
@@ -49,11 +50,7 @@ def error_response(error: ApiError) -> web.Response:
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
-    """The JSON object a client sent. Its length is refused before it is read where it is declared."""
-    limit = request.app[CONFIG].max_body_bytes
-    length = request.content_length
-    if length is not None and length > limit:
-        raise body_too_large(limit, f"{length}")
+    """The JSON object a client sent."""
     if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
         text = f"Content-Encoding {encoding[:100].encode('ascii', 'replace').decode()} is not supported; send the body as it is"
         raise ApiError(415, text, code="unsupported_content_encoding")
@@ -61,13 +58,7 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     if kind != "application/json" and not kind.endswith("+json"):
         text = f"Content-Type must be application/json, got {kind[:100]}"
         raise ApiError(415, text, code="unsupported_media_type")
-    try:
-        async with asyncio.timeout(BODY_S):
-            raw = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise body_too_large(limit, f"more than {limit}") from None
-    except TimeoutError:
-        raise ApiError(408, f"The body did not arrive within {BODY_S:g} s", code="body_timeout") from None
+    raw = await request.app[BODIES].read(request)
     return json_body.decode(raw, request.app[SESSION].limits.max_depth)
 
 
@@ -89,10 +80,6 @@ def read_deadline(request: web.Request) -> float:
 def named(prepared: Prepared, request: web.Request) -> Prepared:
     """The same request, under the names that logs and traces have for it."""
     return replace(prepared, recipe=replace(prepared.recipe, request=request[REQUEST_ID], trace=request[TRACE]))
-
-
-def body_too_large(limit: int, size: str) -> ApiError:
-    return ApiError(413, f"The body has {size} bytes, limit {limit}", code="body_too_large")
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from aiohttp import web
 
 from gateway import served_model
 from gateway.app import create_app, make_runner
+from gateway.bodies import Bodies
+from gateway.handlers import BODIES
 from gateway.served_model import ServedModel
 from gateway.session import Session
 from shared.config import Config
@@ -66,8 +68,9 @@ class Answer:
 
 
 class Bench:
-    def __init__(self, stub: StubScheduler, session: Session, client: aiohttp.ClientSession, port: int) -> None:
+    def __init__(self, stub: StubScheduler, session: Session, client: aiohttp.ClientSession, port: int, bodies: Bodies) -> None:
         self.stub = stub
+        self.bodies = bodies
         self.session = session
         self.client = client
         self.port = port
@@ -144,14 +147,15 @@ async def running(folder: Path, canary: str = "ok", tracer: Tracer | None = None
     settings = {"heartbeat_s": 0.1, "silence_s": 1.0, "gateway_link": stub.start(), **settings}
     config = Config(model=str(folder), host="127.0.0.1", port=0, **settings)
     async with Session(config, model) as session:
-        runner = make_runner(create_app(session, config, tracer))
+        app = create_app(session, config, tracer)
+        runner = make_runner(app)
         await runner.setup()
         site = web.TCPSite(runner, config.host, config.port)
         await site.start()
         port = runner.addresses[0][1]
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
             await session.wait_ready(5)
-            bench = Bench(stub, session, client, port)
+            bench = Bench(stub, session, client, port, app[BODIES])
             yield bench
             await check_after(bench, canary)
         await runner.cleanup()

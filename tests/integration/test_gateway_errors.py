@@ -14,6 +14,7 @@ import pytest
 from gateway.tokenizer import Tokenizer
 from shared.messages import Finish, Reject
 from tests import gateway_toys
+from tests.chaos.cell import until
 from tests.integration.gateway_bench import Bench, running
 from tests.integration.stub_scheduler import Play
 
@@ -70,6 +71,28 @@ async def test_b13_a_body_that_is_too_large_is_413_before_it_is_read(bench: Benc
     assert time.monotonic() - started < 0.5
     assert answer.startswith(b"HTTP/1.1 413")
     assert b'"body_too_large"' in answer and b"209715200" in answer and b"1048576" in answer
+
+
+async def test_large_bodies_that_arrive_at_once_hold_no_more_than_their_limit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three may hold the memory of two beyond their first 64 KiB; who sends small bodies is not hurt."""
+    monkeypatch.setattr(bench.bodies, "_most_bytes", 2 * 300_000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 800000\r\n\r\n"
+    writers: list[asyncio.StreamWriter] = []
+    for _ in range(2):
+        _, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+        writer.write(head + b" " * 350_000)
+        writers.append(writer)
+    await until(lambda: bench.bodies.held_bytes == 2 * (350_000 - 65_536))
+    refused = await bench.post("/v1/completions", b" " * 200_000)
+    assert (refused.status, refused.error["code"]) == (503, "too_many_large_bodies")
+    assert refused.headers["Retry-After"] == "2" and "600000" in refused.error["message"]
+    assert (await bench.complete("small", max_tokens=1)).status == 200
+    for writer in writers:
+        writer.close()
+    await until(lambda: bench.bodies.held_bytes == 0)
+    assert (await bench.post("/v1/completions", b" " * 200_000)).status == 400  # it was read: no JSON is in it
 
 
 async def test_b13_a_chunked_body_is_cut_at_the_limit(bench: Bench) -> None:
