@@ -141,4 +141,4 @@ async def test_eight_ways_to_ask_the_real_model_agree(smollm2_folder: Path) -> N
     for kind, flags in kinds.items():
         async with model(*flags) as other:
             await same(other, kind, bodies, await other.ask_all(bodies), cold)
-            assert bool(other.served.metric("quire_preemptions_total")) == (kind == "preempted = not")
+            assert kind != "preempted = not" or other.served.metric("quire_preemptions_total") > len(bodies) / 10
