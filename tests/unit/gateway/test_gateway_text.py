@@ -72,7 +72,6 @@ def test_byte_level_text_is_exactly_what_the_decoder_says(data: st.DataObject) -
     assert "".join(deltas(tokenizer, [], ids, skip)) == tokenizer.decode(ids, skip)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(PIECED), st.text(max_size=30), st.text(max_size=30), st.booleans())
 def test_b07_any_text_of_any_family(family: str, prompt: str, text: str, special: bool) -> None:
     tokenizer = toy(family)
@@ -84,7 +83,6 @@ def test_b07_any_text_of_any_family(family: str, prompt: str, text: str, special
     assert given_text + "".join(deltas(tokenizer, before, after)) == expected
 
 
-@settings(deadline=None)
 @given(st.text(max_size=30), st.text(min_size=1, max_size=30))
 def test_b07_smollm2(smollm2: Tokenizer, prompt: str, text: str) -> None:
     before, after = smollm2.encode(prompt, False), smollm2.encode(text, False)

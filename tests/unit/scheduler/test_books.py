@@ -21,7 +21,7 @@ from tests.unit.scheduler.cells import SmallCell
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["take", "index", "share", "drop"]), st.integers(0, 2**16)), max_size=120)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(OPERATIONS, st.integers(2, 9))
 def test_every_page_is_free_cached_or_held(operations: list[tuple[str, int]], num_pages: int) -> None:
     """Owners are modelled by a list of page lists; the worker's knowledge by the news."""

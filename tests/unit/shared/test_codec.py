@@ -56,7 +56,7 @@ def example(kind: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_round_trip(kind: Any, data: st.DataObject) -> None:
     message = data.draw(some_message(kind))
     decoded = EVERYTHING.decode(encode(message))
@@ -192,7 +192,7 @@ def test_a_length_that_lies_is_refused() -> None:
 
 
 @given(frame=st.binary(max_size=200))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_noise_never_raises_anything_else(frame: bytes) -> None:
     try:
         decoded = EVERYTHING.decode(frame)
@@ -202,7 +202,7 @@ def test_noise_never_raises_anything_else(frame: bytes) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_damaged_message_never_raises_anything_else(data: st.DataObject) -> None:
     frame = bytearray(encode(example(data.draw(st.sampled_from(KINDS)))))
     for _ in range(data.draw(st.integers(1, 4))):
