@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from gateway import json_body
 from gateway.errors import BadRequest
 from gateway.fields import expect, short_string, shown, sized, wrong_type
 from gateway.limits import Limits
@@ -92,17 +93,19 @@ def _tool_calls(value: Any, path: str, limits: Limits) -> list[dict[str, Any]]:
         if call.get("id") is not None:
             clean["id"] = short_string(call["id"], f"{where}.id", limits)
         name = short_string(function.get("name"), f"{where}.function.name", limits)
-        clean["function"] = {"name": name, "arguments": _arguments(function.get("arguments"), f"{where}.function.arguments")}
+        arguments = _arguments(function.get("arguments"), f"{where}.function.arguments", limits)
+        clean["function"] = {"name": name, "arguments": arguments}
         calls.append(clean)
     return calls
 
 
-def _arguments(value: Any, path: str) -> dict[str, Any]:
+def _arguments(value: Any, path: str, limits: Limits) -> dict[str, Any]:
     """Clients send a JSON string, or the object itself; templates get the object."""
     if type(value) is str:
         try:
             value = json.loads(value or "{}")
         except (ValueError, RecursionError):
             raise BadRequest(f"{path} must be a JSON object, or one as a string", path, "invalid_json") from None
+        json_body.check(value, limits.max_depth, path)  # what its escapes stand for was not checked with the body
     arguments: dict[str, Any] = expect(dict, {} if value is None else value, path)
     return arguments

@@ -43,9 +43,12 @@ def _check_text(text: str, path: str) -> None:
         raise BadRequest(f"{path} contains a NUL character", path, "invalid_text")
 
 
-def check(value: Any, max_depth: int) -> None:
-    """Walk every container once. BadRequest names the field that nests too deep or holds text that is none."""
-    todo: list[tuple[Any, str, int]] = [(value, "", 1)]
+def check(value: Any, max_depth: int, path: str = "") -> None:
+    """Walk every container once. BadRequest names the field that nests too deep or holds text that is none.
+
+    path: the name of the value itself; empty: it is the body.
+    """
+    todo: list[tuple[Any, str, int]] = [(value, path, 1)]
     while todo:
         item, path, depth = todo.pop()
         if type(item) is str:
@@ -56,9 +59,10 @@ def check(value: Any, max_depth: int) -> None:
             if type(item) is dict:
                 for name, inner in item.items():
                     shown = name.encode("utf-8", "replace").decode()
-                    _check_text(name, shown)
+                    where = f"{path}.{shown}" if path else shown
+                    _check_text(name, where)
                     if type(inner) in (str, list, dict):
-                        todo.append((inner, f"{path}.{shown}" if path else shown, depth + 1))
+                        todo.append((inner, where, depth + 1))
             elif not set(map(type, item)) <= {int, float, bool}:
                 todo.extend((inner, f"{path}[{at}]", depth + 1) for at, inner in enumerate(item))
 

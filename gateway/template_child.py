@@ -87,7 +87,7 @@ def _read(stream: BinaryIO) -> Any:
 
 
 def _write(stream: BinaryIO, value: object) -> None:
-    frame = json.dumps(value).encode()
+    frame = json.dumps(value, ensure_ascii=False).encode()
     stream.write(LENGTH.pack(len(frame)) + frame)
     stream.flush()
 

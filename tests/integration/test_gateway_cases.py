@@ -20,6 +20,18 @@ def say(bench: Bench, text: str, **how: Any) -> None:
     bench.stub.script = lambda submit, sampling: Play(ids, **how)
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\ud800"}', '{"\\udfff": 1}', '{"a": ["\\u0000"]}', '{"a": ' + "[" * 40 + "]" * 40 + "}"]
+)
+async def test_b29_text_inside_the_arguments_of_a_tool_call_is_checked(bench: Bench, arguments: str) -> None:
+    """They are JSON in a JSON string: the body's own text is good, what its escapes stand for is not."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = await bench.post(path, {"messages": messages})
+        assert answer.status == 400 and answer.error["param"].startswith("messages[1].tool_calls[0].function.arguments.")
+
+
 async def test_b04_all_text_is_visible_and_stops_where_it_says(bench: Bench) -> None:
     """No part of an answer is hidden: a stop string applies to all of it, and content is text, never null."""
     say(bench, "<think>step 1\n\nstep 2</think>done")
