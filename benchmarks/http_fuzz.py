@@ -10,6 +10,7 @@ each within 20 s. The gateway's memory is printed after every tenth. The good re
 
 import argparse
 import asyncio
+import copy
 import json
 import os
 import random
@@ -40,6 +41,55 @@ ODD: list[Any] = [
     *([], [[]], [None], [-1], ["x"], [3], [[3], [4]], [{}], ["\ud800"], {}, {"type": "text"}, {"5": 1}, {"a": {}}),
     *({"\ud800": 1}, {"type": "json_object"}, {"include_usage": True}, json.loads("[" * 40 + "]" * 40)),
 ]
+
+
+CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"a": "\\u00e9"}'}}
+TALK: list[Any] = [
+    {"role": "system", "content": "s"},
+    {"role": "developer", "content": [{"type": "text", "text": "x"}]},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "n"},
+    {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "r", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "y"},
+]
+ITEMS: list[Any] = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+    {
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "y", "annotations": []}],
+        "id": "m",
+        "status": "completed",
+    },
+    {"role": "user", "content": "z"},
+]
+DEEP: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TALK, "max_tokens": 2, "chat_template_kwargs": {"a": {"b": [1]}}, "stop": ["a"]},
+    "/v1/completions": {"prompt": [[5, 6], [7]], "max_tokens": 2, "logit_bias": {"5": 1}, "stop": ["a", "b"], "logprobs": 1},
+    "/v1/responses": {"input": ITEMS, "max_output_tokens": 2, "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}},
+    "/tokenize": {"messages": TALK},
+    "/detokenize": {"tokens": [5, 6]},
+}
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) inside a value."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A copy in which one thing, however deep, is odd, absent or too much."""
+    made = copy.deepcopy(value)
+    container, key = rng.choice(list(places(made)))
+    odd = copy.deepcopy(rng.choice(ODD))
+    match rng.randrange(4):
+        case 0:
+            del container[key]
+        case 1 if isinstance(container, dict):
+            container[rng.choice(["x", "type", "role", "content", "text", "name", "id", "\u00e9"])] = odd
+        case _:
+            container[key] = odd
+    return made
 
 
 def value_of(schema: dict[str, Any], rng: random.Random) -> Any:
@@ -105,7 +155,8 @@ def at_random(paths: dict[str, dict[str, Any]], rng: random.Random) -> Iterator[
     """(path, body) without end; now and then a body is cut, or a byte of it changed."""
     while True:
         path = rng.choice(list(paths))
-        body = bytearray(json.dumps(body_of(paths[path], rng)).encode())
+        made = body_of(paths[path], rng) if rng.random() < 0.5 else mutated(DEEP[path], rng)
+        body = bytearray(json.dumps(made).encode())
         if rng.random() < 0.1:
             body = body[: rng.randrange(len(body))]
         elif rng.random() < 0.1:
