@@ -65,7 +65,8 @@ the worker's sequences move to other workers at once (or wait for one), and its 
 ## Headers
 `X-Request-Id` of an answer is unique, and the logs of all roles know the request by it; a client's `X-Client-Request-Id` or
 `X-Request-Id` comes back as `X-Client-Request-Id`. Where requests are traced, a W3C `traceparent` is continued.
-`X-Request-Timeout: 30` is a deadline in seconds: 504 when it passes. 429 and 503 carry `Retry-After`.
+`X-Request-Timeout: 30` is a deadline in seconds: 504 when it passes. 429 and 503 carry `Retry-After`;
+a request that no waiting would help (more tokens than its tenant has in a minute) is 429 with `X-Should-Retry: false`.
 
 ## Connections
 What is not HTTP/1.1 is 400 `invalid_http`, a header or first line that is too long 431, a compressed body 415. A body must

@@ -44,6 +44,8 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 def error_response(error: ApiError) -> web.Response:
     headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s > 0 else {}
+    if error.status == 429 and not headers:
+        headers["X-Should-Retry"] = "false"  # what OpenAI's clients ask before they try again
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error.body(), error.status, headers)

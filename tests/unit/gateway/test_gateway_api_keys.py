@@ -9,6 +9,7 @@ import pytest
 from gateway import api_keys
 from gateway.api_keys import KeyRing, Tenant, hashed
 from gateway.errors import ApiError
+from gateway.handlers import error_response
 from gateway.rate_limit import Bucket
 from shared.config import BadConfig
 
@@ -78,6 +79,7 @@ def test_a_bucket_refills_evenly_and_may_owe() -> None:
     with pytest.raises(ApiError, match="20 needed, 10 left") as caught:
         bucket.require(20, 100.0, "a")
     assert (caught.value.status, caught.value.retry_after_s) == (429, 10)
+    assert error_response(caught.value).headers["Retry-After"] == "10"
     bucket.require(20, 110.0, "a")
     bucket.spend(80, 110.0)
     assert bucket.headers(110.0) == {
@@ -86,7 +88,8 @@ def test_a_bucket_refills_evenly_and_may_owe() -> None:
     assert bucket.level(1000.0) == 60
     with pytest.raises(ApiError, match="needs 61 at once") as caught:
         bucket.require(61, 1000.0, "a")
-    assert caught.value.retry_after_s == 0
+    headers = error_response(caught.value).headers
+    assert headers["X-Should-Retry"] == "false" and "Retry-After" not in headers
 
 
 def test_requests_under_way_are_given_back() -> None:
