@@ -337,18 +337,16 @@ def check_skinny(outputs: int, inputs: int, dtype: torch.dtype, device: str) -> 
     assert error(residual, expected) < tolerance(dtype)
 
 
-def check_few_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str, split: int = 0) -> None:
-    """split: parts of the inner dimension instead of the shipped choice."""
+def check_few_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str, small: bool = False) -> None:
+    """small: small tiles in both directions too."""
     base = torch.randn((rows, inputs + 16), device=device).to(dtype)
     x = base[:, :inputs]
     weight = torch.randn((outputs, inputs), device=device).to(dtype) / inputs**0.5
     bias = torch.randn(outputs, device=device).to(dtype)
     product = x.double() @ weight.double().T
     shapes = [few_rows_shape(rows, outputs, silu=False)]
-    if split:
-        shapes += [
-            {**shapes[0], "BN": 32, "BK": 64, "STAGES": 2, "SPLIT": split, "SWAP": swap, "num_warps": 4} for swap in (0, 1)
-        ]
+    if small:
+        shapes += [{**shapes[0], "BN": 32, "BK": 64, "STAGES": 2, "num_warps": 4, "SWAP": swap} for swap in (0, 1)]
     for shape in shapes:
         out = torch.full((rows, outputs), torch.nan, dtype=dtype, device=device)
         assert few_rows_linear(x, weight, out=out, shape=shape) is out

@@ -1,8 +1,7 @@
 """y = x W^T + b for a few rows of 16-bit weights, bound by reading W; or silu(gate) * up of y = [gate | up].
 
-Its programs are placed while the short kernel before it still runs (launch.py), which the library's are not. Tiles whose
-outputs are too few for the device split the inner dimension. Wide tiles are computed as y^T = W x^T, so that few rows fill
-the matrix units.
+Its programs are placed while the short kernel before it still runs (launch.py), which the library's are not. Wide tiles are
+computed as y^T = W x^T, so that few rows fill the matrix units. Parts of the inner dimension gained nothing: narrow tiles do.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from gpu_worker.kernels.launch import overlapped, release_next, wait_for_previous
 from gpu_worker.kernels.skinny_linear import skinny_linear
-from gpu_worker.kernels.split_k import counters, finish_tile
+from gpu_worker.kernels.split_k import store_tile
 from gpu_worker.model.linear import Linear
 
 MOST_ROWS = 64
@@ -32,25 +31,22 @@ def _tile(cells, row_inside, column_inside, EVEN_ROWS: tl.constexpr, EVEN_COLUMN
 
 @triton.jit(do_not_specialize=["M"])
 def _few_rows_linear(
-    x, weight, bias, out, parts, arrived, x_stride, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, bias, out, x_stride, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     # x [M, K] rows of x_stride; weight [N, K] (with SILU [2 N, K]: gates, then ups), out [M, N] contiguous.
-    # Programs: a tile of BN outputs x SPLIT parts of K.
-    tile, part = tl.program_id(0), tl.program_id(1)
-    m, n, i = tl.arange(0, BM), tile * BN + tl.arange(0, BN), tl.arange(0, BK)
-    steps = tl.cdiv(K, BK * SPLIT)
-    first = part * steps * BK
-    line = weight + tl.minimum(n, N - 1).to(tl.int64) * K + first  # lines beyond N repeat the last: they are not stored
+    # A program: a tile of BN outputs.
+    m, n, i = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    line = weight + tl.minimum(n, N - 1).to(tl.int64) * K  # lines beyond N repeat the last: they are not stored
     wait_for_previous(PDL)
-    x_row = x + m.to(tl.int64) * x_stride + first
+    x_row = x + m.to(tl.int64) * x_stride
     total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
     ups = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):
-        k = step * BK + i
-        inside = first + k < K
+    for first in tl.range(0, K, BK, num_stages=STAGES):
+        k = first + i
+        inside = k < K
         a = _tile(x_row[:, None] + k[None, :], m < M, inside, False, EVEN_K)
         w = _tile(line[:, None] + k[None, :], n < N, inside, EVEN_N, EVEN_K)
         total = _add_product(a, w, total, SWAP)
@@ -60,7 +56,7 @@ def _few_rows_linear(
     release_next(PDL)
     result = total / (1.0 + tl.exp(-total)) * ups if SILU else total
     result = tl.trans(result) if SWAP else result
-    finish_tile(out, bias, parts, arrived, result, m, n, tile, part, M, N, SPLIT, HAS_BIAS)
+    store_tile(out, bias, result, m, n, M, N, HAS_BIAS)
 
 
 @triton.jit
@@ -87,11 +83,9 @@ def few_rows_linear(
     (m, k), n = x.shape, weight.shape[0] // 2 if silu else weight.shape[0]
     out = torch.empty((m, n), dtype=x.dtype, device=x.device) if out is None else out
     shape = shape or few_rows_shape(m, n, silu)
-    split = shape["SPLIT"]
-    parts = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else out
-    _few_rows_linear[(triton.cdiv(n, shape["BN"]), split)](
-        x, weight, out if bias is None else bias, out, parts, counters(x.device), x.stride(0), m, n, k, **shape,
-        EVEN_N=n % shape["BN"] == 0, EVEN_K=k % (shape["BK"] * split) == 0, SILU=silu, HAS_BIAS=bias is not None,
+    _few_rows_linear[(triton.cdiv(n, shape["BN"]),)](
+        x, weight, out if bias is None else bias, out, x.stride(0), m, n, k, **shape,
+        EVEN_N=n % shape["BN"] == 0, EVEN_K=k % shape["BK"] == 0, SILU=silu, HAS_BIAS=bias is not None,
         **overlapped(x),
     )  # fmt: skip
     return out
@@ -101,12 +95,12 @@ def few_rows_shape(rows: int, outputs: int, silu: bool) -> dict[str, int]:
     """Tile sizes and launch options, as measured on an H200."""
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if silu:
-        return {"BM": bm, "BN": 64, "BK": 128, "SPLIT": 1, "STAGES": 4 if bm == 64 else 5, "SWAP": 1, "num_warps": 4}
+        return {"BM": bm, "BN": 64, "BK": 128, "STAGES": 4 if bm == 64 else 5, "SWAP": 1, "num_warps": 4}
     if outputs > 8192 and rows > 16:
-        return {"BM": bm, "BN": 128, "BK": 128, "SPLIT": 1, "STAGES": 2, "SWAP": 1, "num_warps": 8}
+        return {"BM": bm, "BN": 128, "BK": 128, "STAGES": 2, "SWAP": 1, "num_warps": 8}
     if outputs > 4096:
-        return {"BM": bm, "BN": 64, "BK": 128, "SPLIT": 1, "STAGES": 5, "SWAP": 1, "num_warps": 4}
-    return {"BM": bm, "BN": 32, "BK": 128 if bm == 64 else 256, "SPLIT": 1, "STAGES": 8, "SWAP": 0, "num_warps": 4}
+        return {"BM": bm, "BN": 64, "BK": 128, "STAGES": 5, "SWAP": 1, "num_warps": 4}
+    return {"BM": bm, "BN": 32, "BK": 128 if bm == 64 else 256, "STAGES": 8, "SWAP": 0, "num_warps": 4}
 
 
 class FewRowsLinear(Linear):

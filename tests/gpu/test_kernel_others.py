@@ -78,7 +78,7 @@ def test_logprobs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (28672, 4096), (1538, 576), (70, 200)])
 def test_few_rows_linear(rows: int, outputs: int, inputs: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        checks.check_few_rows(rows, outputs, inputs, dtype, "cuda", split=3)
+        checks.check_few_rows(rows, outputs, inputs, dtype, "cuda", small=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -113,7 +113,7 @@ def test_skinny_linear(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [F32, torch.float16])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 64, 128), (5, 70, 200), (33, 128, 256), (64, 20, 72)])
 def test_few_rows_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    checks.check_few_rows(rows, outputs, inputs, dtype, DEVICE, split=3)
+    checks.check_few_rows(rows, outputs, inputs, dtype, DEVICE, small=True)
 
 
 def test_apply_plan() -> None:
