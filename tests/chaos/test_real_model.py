@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,6 +33,18 @@ SILENCE_S = 2.0
 Harm = Callable[[Served, str], None]
 
 
+def accepted(request: urllib.request.Request) -> Any:
+    """The answer's stream. One that comes while no scheduler is there gets 503, and is asked again as clients do."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return urllib.request.urlopen(request, timeout=100)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
 def answer(server: Served, kind: str, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """Text, ids, tokens with log-probabilities and end of every choice, and the usage."""
     body = {"prompt": f"A {kind} story of a river:", "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
@@ -41,7 +54,7 @@ def answer(server: Served, kind: str, on_progress: Callable[[str], None]) -> dic
     )
     choices: dict[int, dict[str, Any]] = {}
     usage: Any = None
-    with urllib.request.urlopen(request, timeout=100) as stream:
+    with accepted(request) as stream:
         for line in stream:
             if not line.startswith(b"data: {"):
                 continue
